@@ -1,0 +1,1 @@
+"""deltabus: model weights from a trainer to inference engines as tiny, lossless, versioned deltas."""

@@ -1,0 +1,1 @@
+"""Bits: schemas, change detection, encodings, containers, digests and apply. Synchronous, without I/O."""

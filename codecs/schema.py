@@ -1,0 +1,189 @@
+"""Schemas: what tensors a state has, and how they are cut into segments.
+
+A schema is an ordered table of tensors. Its bytes are JSON, and their SHA-256 names it. All tensors of one dtype, in
+the order of the table, row-major, form one line of elements; the line is cut every `segment_elements` elements. A
+segment is the unit that is scanned, encoded, stored and decoded by itself, so that memory is bounded by segments in
+flight. Small tensors share a segment; a large one spans several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deltabus.bus.errors import CodecError, MessageFormatError, SchemaMismatchError
+
+from . import dtypes
+from .dtypes import DType
+
+__all__ = ["MAX_SCHEMA_BYTES", "SEGMENT_ELEMENTS", "Piece", "Schema", "Segment", "TensorSpec"]
+
+FORMAT = 1
+SEGMENT_ELEMENTS = 1 << 22
+"""Elements of a segment, unless a schema says otherwise."""
+
+MAX_SCHEMA_BYTES = 256 << 20
+"""The largest schema that is read: about a million tensors."""
+
+_Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class TensorSpec(Struct, frozen=True, kw_only=True):
+    """One tensor of a schema.
+
+    Attributes:
+        name: Its canonical name.
+        dtype: Its safetensors dtype name, such as `BF16`.
+        shape: Its shape.
+        aliases: Other canonical names of the same storage (tied tensors).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[_Size, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def seed(self) -> int:
+        """Where this tensor's positions begin in the digest: 64 bits of a hash of name, dtype and shape."""
+        text = "\0".join((self.name, self.dtype, ",".join(map(str, self.shape))))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one tensor's elements inside a segment.
+
+    Attributes:
+        tensor: Index of the tensor in the schema.
+        start: First element, counted row-major in the tensor.
+        stop: One past the last element.
+        offset: Where the run begins in the segment.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of elements of one dtype that is coded by itself.
+
+    Attributes:
+        index: Its number in the schema.
+        dtype: The type of all its elements.
+        size: Number of elements, at least 1.
+        pieces: The tensors' runs that it consists of, in order, without gaps.
+    """
+
+    index: int
+    dtype: DType
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+class Schema(Struct, frozen=True, kw_only=True, dict=True):
+    """The ordered table of a state's tensors.
+
+    Attributes:
+        tensors: Each tensor once, sorted by name.
+        segment_elements: Elements of a segment.
+        format: The version of this table's format.
+    """
+
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=1 << 20)]
+    segment_elements: Annotated[int, Meta(ge=1, le=1 << 28)] = SEGMENT_ELEMENTS
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        names = [name for tensor in self.tensors for name in (tensor.name, *tensor.aliases)]
+        if len(set(names)) != len(names):
+            raise ValueError("a tensor is named twice")
+        if [tensor.name for tensor in self.tensors] != sorted(tensor.name for tensor in self.tensors):
+            raise ValueError("tensors are not sorted by name")
+        if self.total >= 1 << 63:
+            raise ValueError("more than 2^63 elements")
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec], *, segment_elements: int = SEGMENT_ELEMENTS) -> Schema:
+        """Return the schema of these tensors, in canonical order.
+
+        Raises:
+            SchemaMismatchError: If a name occurs twice.
+        """
+        try:
+            return cls(tensors=tuple(sorted(tensors, key=lambda t: t.name)), segment_elements=segment_elements)
+        except ValueError as error:
+            raise SchemaMismatchError(f"these tensors make no schema: {error}") from error
+
+    @classmethod
+    def decode(cls, data: bytes) -> Schema:
+        """Return the schema that these bytes hold, checked.
+
+        Raises:
+            MessageFormatError: If they hold none, or one of another format.
+        """
+        if len(data) > MAX_SCHEMA_BYTES:
+            raise MessageFormatError(f"a schema of {len(data)} bytes is over the limit of {MAX_SCHEMA_BYTES}")
+        try:
+            schema = msgspec.json.decode(data, type=cls)
+            for tensor in schema.tensors:
+                dtypes.by_name(tensor.dtype)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, CodecError) as error:
+            raise MessageFormatError(f"the schema cannot be read: {error}") from error
+        if schema.format != FORMAT:
+            raise MessageFormatError(f"the schema has format {schema.format}, this reader knows {FORMAT}; upgrade here")
+        return schema
+
+    def encode(self) -> bytes:
+        """Return the schema's bytes, the same for equal schemas."""
+        return msgspec.json.encode(self, order="deterministic")
+
+    @cached_property
+    def checksum(self) -> bytes:
+        """The SHA-256 of the schema's bytes, which names it."""
+        return hashlib.sha256(self.encode()).digest()
+
+    @cached_property
+    def total(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Number of bytes of all tensors, uncompressed."""
+        return sum(tensor.size * dtypes.by_name(tensor.dtype).size for tensor in self.tensors)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, dtype by dtype in the order in which the table first names them."""
+        segments: list[Segment] = []
+        for dtype in map(dtypes.by_name, dict.fromkeys(tensor.dtype for tensor in self.tensors)):
+            pieces: list[Piece] = []
+            filled = 0
+            for index, tensor in enumerate(self.tensors):
+                start = 0
+                while tensor.dtype == dtype.name and start < tensor.size:
+                    stop = min(tensor.size, start + self.segment_elements - filled)
+                    pieces.append(Piece(index, start, stop, filled))
+                    filled, start = filled + stop - start, stop
+                    if filled == self.segment_elements:
+                        segments.append(Segment(len(segments), dtype, filled, tuple(pieces)))
+                        pieces, filled = [], 0
+            if pieces:
+                segments.append(Segment(len(segments), dtype, filled, tuple(pieces)))
+        return tuple(segments)
