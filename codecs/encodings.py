@@ -1,0 +1,239 @@
+"""Encodings: the ways in which a segment's changes are written, and the choice between them.
+
+    name        holds                                       smallest for
+    overwrite   positions, new bits                         steps that are far, as after a reset; any dtype
+    step        positions, signs, how far beyond the next   small steps at low density: training
+    dense       a step for every element, most often zero   high density
+    full        every element's bits, no base needed        anchors
+
+Each segment is coded by itself, by the encoding that an estimate finds smallest; its name is written in the data. A
+further encoding is a class like those below and an entry in `ENCODINGS`. One that needs all old bits at the writer too
+(`conditional`, which counts positions within classes of old values) takes a reader of the base when it is made.
+
+The bytes, numbers little endian, planes as `deltabus.codecs.planes` and positions as `deltabus.codecs.rice` say:
+
+    overwrite   count (4 bytes), positions, planes of the new bits (floats rotated left by one bit)
+    step        count (4 bytes), positions, signs (one bit each, 1 is down, 8 to a byte from the least significant bit)
+                as a plane, planes of the magnitudes less one
+    dense       planes of the zigzag steps of all elements
+    full        planes of the bits of all elements (floats rotated left by one bit)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from deltabus.bus.errors import DivergedError, SchemaMismatchError, UsageError
+
+from .changes import Bits, SegmentChanges
+from .cursor import Cursor
+from .planes import estimate_planes, pack_plane, pack_planes, rotate, unpack_plane, unpack_planes, unrotate
+from .rice import PositionCode
+from .schema import Segment
+from .steps import Steps, advance, advance_zigzag, steps_between, zigzag_between
+
+__all__ = ["ENCODINGS", "FULL", "Encoding", "choose", "decode_full", "encode_full"]
+
+FULL = "full"
+"""The name of the encoding that holds a segment's whole state."""
+
+
+class Encoding(Protocol):
+    """One way to write a segment's changes.
+
+    An encoding holds no state and may be used in several threads at once.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the data calls it: at most 32 lower-case letters."""
+
+    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
+        """Return about how many bytes `encode` would return, in time that grows with the changes alone.
+
+        Raises:
+            UsageError: If the changes do not fit the segment.
+        """
+
+    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+        """Return the changes' bytes.
+
+        Raises:
+            UsageError: If the changes do not fit the segment.
+        """
+
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+        """Return the changes that the bytes hold, checked: one or more, at rising positions in range, none idle.
+
+        Args:
+            segment: Where they belong.
+            data: What `encode` returned, from outside.
+            base: The reader's bits of the whole segment; one dimension, not changed.
+
+        Raises:
+            CorruptPayloadError: If the bytes are truncated, damaged or out of range.
+            DivergedError: If an element to be overwritten holds its new bits already.
+            SchemaMismatchError: If `base` is not of the segment's size and dtype.
+        """
+
+
+class _Overwrite:
+    """Positions and new bits: the reader needs nothing to make sense of them."""
+
+    name = "overwrite"
+
+    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
+        positions = _positions(segment, changes)
+        return 4 + positions.nbytes + estimate_planes(rotate(changes.new, segment.dtype.order))
+
+    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+        positions = _positions(segment, changes)
+        new = pack_planes(rotate(changes.new, segment.dtype.order))
+        return changes.positions.size.to_bytes(4, "little") + positions.encode() + new
+
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+        _check_base(segment, base)
+        cursor = Cursor(data, f"segment {segment.index} ({self.name})")
+        count = cursor.u32()
+        positions = PositionCode.decode(cursor, count, segment.size)
+        new = unrotate(unpack_planes(cursor, count, segment.dtype.bits), segment.dtype.order)
+        cursor.finish()
+        old = base[positions]
+        if (old == new).any():
+            at = int(positions[np.argmax(old == new)])
+            raise DivergedError(
+                f"element {at} of segment {segment.index} holds the bits already that this update is to write; "
+                "it was applied before, or the model is another; start again from an anchor"
+            )
+        return SegmentChanges(positions, old, new)
+
+
+class _Step:
+    """Positions and the way from the old bits, in ULP: the reader needs the old bits at those positions."""
+
+    name = "step"
+
+    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
+        positions = _positions(segment, changes)
+        beyond = steps_between(changes.old, changes.new, segment.dtype.order).beyond
+        return 4 + positions.nbytes + changes.positions.size // 8 + estimate_planes(beyond)
+
+    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+        positions = _positions(segment, changes)
+        negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
+        signs = pack_plane(np.packbits(negative, bitorder="little"))
+        return changes.positions.size.to_bytes(4, "little") + positions.encode() + signs + pack_planes(beyond)
+
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+        _check_base(segment, base)
+        cursor = Cursor(data, f"segment {segment.index} ({self.name})")
+        count = cursor.u32()
+        positions = PositionCode.decode(cursor, count, segment.size)
+        signs = unpack_plane(cursor, (count + 7) // 8)
+        if count % 8 and int(signs[-1]) >> count % 8:
+            raise cursor.corrupt(f"has signs beyond its {count} steps")
+        beyond = unpack_planes(cursor, count, segment.dtype.bits)
+        cursor.finish()
+        negative = np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
+        old = base[positions]
+        new = advance(old, Steps(negative, beyond), segment.dtype.order)
+        if (old == new).any():
+            raise cursor.corrupt("has a step of nothing")
+        return SegmentChanges(positions, old, new)
+
+
+class _Dense:
+    """A step for every element: no positions to write, but all elements to read."""
+
+    name = "dense"
+
+    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
+        _check_changes(segment, changes)
+        steps = zigzag_between(changes.old, changes.new, segment.dtype.order)
+        return estimate_planes(steps, zeros=segment.size - steps.size)
+
+    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+        _check_changes(segment, changes)
+        steps = np.zeros(segment.size, segment.dtype.bits)
+        steps[changes.positions] = zigzag_between(changes.old, changes.new, segment.dtype.order)
+        return pack_planes(steps)
+
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+        _check_base(segment, base)
+        cursor = Cursor(data, f"segment {segment.index} ({self.name})")
+        steps = unpack_planes(cursor, segment.size, segment.dtype.bits)
+        cursor.finish()
+        positions = np.flatnonzero(steps).astype(np.uint32)
+        if not positions.size:
+            raise cursor.corrupt("holds no change")
+        old = base[positions]
+        return SegmentChanges(positions, old, advance_zigzag(old, steps[positions], segment.dtype.order))
+
+
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType({each.name: each for each in (_Step(), _Overwrite(), _Dense())})
+"""The encodings of changes, by name."""
+
+
+def choose(segment: Segment, changes: SegmentChanges) -> Encoding:
+    """Return the encoding that takes the fewest bytes, by estimate.
+
+    Raises:
+        UsageError: If the changes do not fit the segment.
+    """
+    return min(ENCODINGS.values(), key=lambda encoding: encoding.estimate(segment, changes))
+
+
+def encode_full(segment: Segment, bits: Bits) -> bytes:
+    """Return the bytes that hold a segment's whole state.
+
+    Args:
+        segment: The segment.
+        bits: All its bits, one dimension.
+
+    Raises:
+        SchemaMismatchError: If `bits` is not of the segment's size and dtype.
+    """
+    _check_base(segment, bits)
+    return pack_planes(rotate(bits, segment.dtype.order))
+
+
+def decode_full(segment: Segment, data: bytes | memoryview) -> Bits:
+    """Return the segment's bits that the bytes hold; the inverse of `encode_full`.
+
+    Raises:
+        CorruptPayloadError: If the bytes are truncated, damaged or out of range.
+    """
+    cursor = Cursor(data, f"segment {segment.index} ({FULL})")
+    bits = unrotate(unpack_planes(cursor, segment.size, segment.dtype.bits), segment.dtype.order)
+    cursor.finish()
+    return bits
+
+
+def _positions(segment: Segment, changes: SegmentChanges) -> PositionCode:
+    _check_changes(segment, changes)
+    return PositionCode.of(changes.positions, segment.size)
+
+
+def _check_changes(segment: Segment, changes: SegmentChanges) -> None:
+    positions, old, new = changes.positions, changes.old, changes.new
+    fits = positions.dtype == np.dtype(np.uint32) and old.dtype == new.dtype == segment.dtype.bits
+    if not fits or not 0 < positions.size == old.size == new.size or positions[-1] >= segment.size:
+        raise UsageError(
+            f"the changes of segment {segment.index}, {segment.size} elements of {segment.dtype.bits}, are positions of "
+            f"{positions.dtype} {positions.shape}, old {old.dtype} {old.shape}, new {new.dtype} {new.shape}; they must be "
+            "uint32, the segment's dtype twice, equally many, and inside the segment"
+        )
+    if (old == new).any():
+        raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
+
+
+def _check_base(segment: Segment, base: Bits) -> None:
+    if base.shape != (segment.size,) or base.dtype != segment.dtype.bits:
+        raise SchemaMismatchError(
+            f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not {base.shape} of "
+            f"{base.dtype}; the state read is not of this schema"
+        )

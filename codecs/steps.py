@@ -1,0 +1,82 @@
+"""ULP steps: how far apart two bit patterns lie in the order of their type.
+
+Training moves a weight to a near neighbour among the floats. The distance, counted in representable values, is almost
+always 1 or 2, whatever the exponent, so it costs far fewer bits than the new pattern.
+
+Everything here is arithmetic modulo 2^width on bit patterns, so that it is exact for each of them: NaN payloads,
+infinities, denormals, and -0.0 as distinct from +0.0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .changes import Bits
+from .dtypes import Order
+
+__all__ = ["Steps", "advance", "advance_zigzag", "ordered", "steps_between", "zigzag_between"]
+
+
+class Steps(NamedTuple):
+    """Signed, non-zero distances, taken apart.
+
+    Attributes:
+        negative: Whether each step leads down; bool.
+        beyond: How far each step leads beyond the next value: its magnitude less one; unsigned, as the patterns.
+    """
+
+    negative: npt.NDArray[np.bool_]
+    beyond: Bits
+
+
+def ordered(bits: Bits, order: Order) -> Bits:
+    """Return each pattern's place in the order of its type, modulo 2^width; the function is its own inverse.
+
+    For `Order.SIGN_MAGNITUDE` a pattern b with a clear sign bit is its own place, and one with the sign bit set has the
+    place -1 - (b without the sign bit): the bits below the sign are flipped. For `Order.PLAIN` each is its own place.
+
+    >>> ordered(np.array([0x0000, 0x8000, 0x8001], np.uint16), Order.SIGN_MAGNITUDE).view(np.int16)
+    array([ 0, -1, -2], dtype=int16)
+
+    Args:
+        bits: Unsigned patterns of any shape.
+        order: The order of their type.
+    """
+    if order is Order.PLAIN:
+        return bits
+    width = bits.dtype.itemsize * 8
+    below_sign = bits.dtype.type((1 << (width - 1)) - 1)
+    return bits ^ ((bits >> bits.dtype.type(width - 1)) * below_sign)
+
+
+def steps_between(old: Bits, new: Bits, order: Order) -> Steps:
+    """Return the steps from `old` to `new`, which differ everywhere; same dtype and shape."""
+    one = old.dtype.type(1)
+    step = ordered(new, order) - ordered(old, order)
+    negative = step > old.dtype.type(np.iinfo(old.dtype).max >> 1)
+    return Steps(negative, np.where(negative, ~step, step - one))
+
+
+def advance(old: Bits, steps: Steps, order: Order) -> Bits:
+    """Return the patterns that the steps lead to, modulo 2^width; the inverse of `steps_between`."""
+    one = old.dtype.type(1)
+    step = np.where(steps.negative, ~steps.beyond, steps.beyond + one)
+    return ordered(ordered(old, order) + step, order)
+
+
+def zigzag_between(old: Bits, new: Bits, order: Order) -> Bits:
+    """Return the steps from `old` to `new` as 0, -1, 1, -2, 2, ... counted from 0; no change is 0."""
+    width = old.dtype.itemsize * 8
+    step = ordered(new, order) - ordered(old, order)
+    down = step >> old.dtype.type(width - 1)
+    return (step << old.dtype.type(1)) ^ (old.dtype.type(0) - down)
+
+
+def advance_zigzag(old: Bits, steps: Bits, order: Order) -> Bits:
+    """Return the patterns that zigzag steps lead to; the inverse of `zigzag_between`."""
+    one = old.dtype.type(1)
+    step = (steps >> one) ^ (old.dtype.type(0) - (steps & one))
+    return ordered(ordered(old, order) + step, order)
