@@ -31,7 +31,7 @@ from deltabus.bus.errors import DivergedError, SchemaMismatchError, UsageError
 
 from .changes import Bits, SegmentChanges
 from .cursor import Cursor
-from .planes import estimate_planes, pack_plane, pack_planes, rotate, unpack_plane, unpack_planes, unrotate
+from .planes import estimate_planes, pack_plane, pack_planes, rotate, thin_out, unpack_plane, unpack_planes, unrotate
 from .rice import PositionCode
 from .schema import Segment
 from .steps import Steps, advance, advance_zigzag, steps_between, zigzag_between
@@ -88,7 +88,9 @@ class _Overwrite:
 
     def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
         positions = _positions(segment, changes)
-        return 4 + positions.nbytes + estimate_planes(rotate(changes.new, segment.dtype.order))
+        return (
+            4 + positions.nbytes + estimate_planes(rotate(thin_out(changes.new), segment.dtype.order), changes.new.size)
+        )
 
     def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
         positions = _positions(segment, changes)
@@ -119,8 +121,9 @@ class _Step:
 
     def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
         positions = _positions(segment, changes)
-        beyond = steps_between(changes.old, changes.new, segment.dtype.order).beyond
-        return 4 + positions.nbytes + changes.positions.size // 8 + estimate_planes(beyond)
+        count = changes.positions.size
+        beyond = steps_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order).beyond
+        return 4 + positions.nbytes + count // 8 + estimate_planes(beyond, count)
 
     def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
         positions = _positions(segment, changes)
@@ -153,8 +156,9 @@ class _Dense:
 
     def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
         _check_changes(segment, changes)
-        steps = zigzag_between(changes.old, changes.new, segment.dtype.order)
-        return estimate_planes(steps, zeros=segment.size - steps.size)
+        count = changes.positions.size
+        steps = zigzag_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order)
+        return estimate_planes(steps, count, zeros=segment.size - count)
 
     def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
         _check_changes(segment, changes)
@@ -223,9 +227,9 @@ def _check_changes(segment: Segment, changes: SegmentChanges) -> None:
     fits = positions.dtype == np.dtype(np.uint32) and old.dtype == new.dtype == segment.dtype.bits
     if not fits or not 0 < positions.size == old.size == new.size or positions[-1] >= segment.size:
         raise UsageError(
-            f"the changes of segment {segment.index}, {segment.size} elements of {segment.dtype.bits}, are positions of "
-            f"{positions.dtype} {positions.shape}, old {old.dtype} {old.shape}, new {new.dtype} {new.shape}; they must be "
-            "uint32, the segment's dtype twice, equally many, and inside the segment"
+            f"the changes of segment {segment.index} ({segment.size} elements of {segment.dtype.bits}) must be uint32 "
+            "positions inside it and equally many bits, old and new, not "
+            f"{', '.join(f'{each.dtype} {each.shape}' for each in (positions, old, new))}"
         )
     if (old == new).any():
         raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")

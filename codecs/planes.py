@@ -29,6 +29,7 @@ __all__ = [
     "pack_plane",
     "pack_planes",
     "rotate",
+    "thin_out",
     "unpack_plane",
     "unpack_planes",
     "unrotate",
@@ -181,24 +182,30 @@ def unrotate(bits: Bits, order: Order) -> Bits:
     return (bits >> bits.dtype.type(1)) | (bits << top)
 
 
-def estimate_planes(values: Bits, *, zeros: int = 0) -> int:
-    """Return about how many bytes `pack_planes` takes, from the entropy (Shannon 1948) of a sample of each plane.
+def thin_out(values: Bits) -> Bits:
+    """Return an evenly spaced sample that suffices for `estimate_planes`; one dimension, a view."""
+    return values[:: values.size // _SAMPLE + 1]
+
+
+def estimate_planes(sample: Bits, count: int, *, zeros: int = 0) -> int:
+    """Return about how many bytes `pack_planes` takes, from the entropy (Shannon 1948) of each plane of a sample.
 
     Args:
-        values: The numbers, one dimension, at least one.
+        sample: Some of the numbers, one dimension, at least one.
+        count: How many numbers there are.
         zeros: How many zeros stand among them besides.
     """
-    sample = np.ascontiguousarray(values[:: values.size // _SAMPLE + 1])
+    sample = np.ascontiguousarray(sample)
     planes = sample.astype(sample.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(sample.size, -1)
     estimate = 0.0
     for at in range(planes.shape[1]):
-        counts = np.bincount(planes[:, at], minlength=256) * (values.size / sample.size)
+        counts = np.bincount(planes[:, at], minlength=256) * np.float64(count / sample.size)
         counts[0] += zeros
         estimate += _estimate_plane(counts)
     return int(estimate)
 
 
-def _estimate_plane(counts: npt.NDArray[np.float64]) -> float:
+def _estimate_plane(counts: npt.NDArray[np.floating]) -> float:
     """Return about how many bytes a plane takes in which each byte occurs so often."""
     total, present = float(counts.sum()), float(counts[1:].sum())
     if counts.max() == total:
@@ -209,7 +216,7 @@ def _estimate_plane(counts: npt.NDArray[np.float64]) -> float:
     return _FRAME_BYTES + min(total, flat, sparse)
 
 
-def _entropy(counts: npt.NDArray[np.float64]) -> float:
+def _entropy(counts: npt.NDArray[np.floating]) -> float:
     """Return the bits that one of these takes on average."""
     shares = counts[counts > 0] / counts.sum()
     return -float((shares * np.log2(shares)).sum())
