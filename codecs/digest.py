@@ -1,0 +1,73 @@
+"""Digests: a 64-bit fingerprint of a state that changes update in O(changed).
+
+The digest of a state is the sum, modulo 2^64, of one term for each element of each tensor. Element `i` (row-major, from
+0) of a tensor with seed `s`, whose bit pattern read as an unsigned integer is `b`, has the term
+
+    k = s + i * 0x9E3779B97F4A7C15                    every step modulo 2^64
+    x = k ^ b
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 + k
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    term = x ^ (x >> 31)
+
+The seed is the first 8 bytes, little endian, of the SHA-256 of `name NUL dtype NUL shape`, the shape in decimal joined by
+commas. A state without elements has digest 0.
+
+This is the generator SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
+with the finalizer "Mix13" of Stafford): `k` is its i-th state, the bits are mixed into it. The key is added once more
+between the two multiplications; without that, `k ^ b` alone would decide the term, and two elements could trade patterns
+whose difference equals that of their keys without any trace in the sum. It finds faults, not forgers: what keeps those
+out are signatures and checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import numpy as np
+
+from .changes import Bits, Changes
+from .kernels import mix
+from .parallel import each
+from .schema import Piece, Schema
+
+__all__ = ["digest_delta", "digest_of"]
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _key(schema: Schema, piece: Piece, element: int) -> np.uint64:
+    return np.uint64((schema.tensors[piece.tensor].seed + element * _GAMMA) & _MASK)
+
+
+def digest_of(schema: Schema, read: Callable[[int], Bits], *, pool: Executor | None = None) -> int:
+    """Return the digest of a state, given by a function from segment index to that segment's bits."""
+
+    def summed(index: int) -> int:
+        bits = read(index)
+        return sum(
+            int(
+                mix.sum_run(
+                    bits[piece.offset : piece.offset + piece.stop - piece.start], _key(schema, piece, piece.start)
+                )
+            )
+            for piece in schema.segments[index].pieces
+        )
+
+    return sum(each(summed, range(len(schema.segments)), pool)) & _MASK
+
+
+def digest_delta(changes: Changes) -> int:
+    """Return what the changes add to the digest, modulo 2^64: the terms of the new bits minus those of the old."""
+    schema, total = changes.schema, 0
+    for index, change in changes.segments.items():
+        pieces = schema.segments[index].pieces
+        inner = np.array([piece.offset for piece in pieces[1:]], change.positions.dtype)
+        bounds = [0, *np.searchsorted(change.positions, inner), change.positions.size]
+        for piece, low, high in zip(pieces, bounds, bounds[1:], strict=False):
+            if low < high:
+                origin, part = _key(schema, piece, piece.start - piece.offset), slice(low, high)
+                total += int(mix.sum_at(change.positions[part], change.new[part], origin))
+                total -= int(mix.sum_at(change.positions[part], change.old[part], origin))
+    return total & _MASK
