@@ -144,9 +144,15 @@ def unpack_plane(cursor: Cursor, size: int) -> Bytes:
     return values
 
 
+def _bytes_of(values: Bits) -> npt.NDArray[np.uint8]:
+    """Return the numbers' bytes, one row for each number, the least significant first."""
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return little.view(np.uint8).reshape(values.size, values.dtype.itemsize)
+
+
 def pack_planes(values: Bits) -> bytes:
     """Return the numbers as one plane for each of their bytes, the least significant first; one dimension."""
-    planes = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(values.size, -1)
+    planes = _bytes_of(values)
     return b"".join(pack_plane(np.ascontiguousarray(planes[:, at])) for at in range(planes.shape[1]))
 
 
@@ -195,11 +201,10 @@ def estimate_planes(sample: Bits, count: int, *, zeros: int = 0) -> int:
         count: How many numbers there are.
         zeros: How many zeros stand among them besides.
     """
-    sample = np.ascontiguousarray(sample)
-    planes = sample.astype(sample.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(sample.size, -1)
+    planes = _bytes_of(sample)
     estimate = 0.0
     for at in range(planes.shape[1]):
-        counts = np.bincount(planes[:, at], minlength=256) * np.float64(count / sample.size)
+        counts = np.bincount(planes[:, at], minlength=256) * np.float64(count / len(planes))
         counts[0] += zeros
         estimate += _estimate_plane(counts)
     return int(estimate)
