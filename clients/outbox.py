@@ -1,0 +1,177 @@
+"""The publisher's two hands: the training thread captures what changed, the sender takes it away.
+
+Between them lie the shadow (the bits as last captured) and at most one waiting draft. When the sender is busy, later
+captures are folded into the waiting draft, so that memory stays bounded by one state however slow the backend is. What
+could not be stored is put back and folded into what waits: a draft always leads from the last durable state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from deltabus.bus.errors import WaitTimeoutError
+from deltabus.codecs.changes import Changes, compose
+from deltabus.codecs.schema import Schema
+from deltabus.codecs.shadow import Shadow, Snapshot, capture
+from deltabus.codecs.state import State
+
+from .publication import Publication
+
+__all__ = ["Draft", "Outbox", "Waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A publication that waits to be durable.
+
+    Attributes:
+        publication: The user's handle.
+        called: When `publish` was called, by the monotonic clock, in seconds.
+        blocked: How long `publish` took, in seconds.
+    """
+
+    publication: Publication
+    called: float
+    blocked: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What the next message has to carry.
+
+    Attributes:
+        step: The newest step in it.
+        changes: From the last durable state to that step; None when only the whole state will do.
+        anchor: Whether an anchor is asked for besides.
+        metadata: The user's key-value pairs.
+        waiting: The publications in it, oldest first.
+    """
+
+    step: int
+    changes: Changes | None
+    anchor: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    waiting: tuple[Waiting, ...] = ()
+
+    def followed_by(self, later: Draft) -> Draft:
+        """Return one draft that does what this one and the later one do."""
+        whole = self.changes is None or later.changes is None
+        return Draft(
+            step=later.step,
+            changes=None if whole else compose(self.changes, later.changes),  # type: ignore[arg-type]
+            anchor=self.anchor or later.anchor,
+            metadata={**self.metadata, **later.metadata},
+            waiting=self.waiting + later.waiting,
+        )
+
+
+class Outbox:
+    """The shadow, and the draft that waits for the sender. Thread-safe.
+
+    Args:
+        pool: Where capturing runs in parallel.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._shadow: Shadow | None = None
+        self._draft: Draft | None = None
+        self._arrived: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """The bits as last captured."""
+        return self._shadow
+
+    @property
+    def empty(self) -> bool:
+        """Whether no draft waits."""
+        return self._draft is None
+
+    def wake(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Event) -> None:
+        """Set this event on this loop whenever a draft arrives."""
+        self._arrived = (loop, arrived)
+
+    def start_from(self, shadow: Shadow) -> None:
+        """Take a state that readers already have as the one that the next draft leads from."""
+        self._shadow = shadow
+
+    def wait_until_free(self, timeout: float) -> None:
+        """Wait until no draft waits.
+
+        Raises:
+            WaitTimeoutError: If the limit is reached.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._draft is None, timeout):
+                raise WaitTimeoutError(
+                    f"the publication before this one was not taken up within {timeout} s; the backend is too slow: "
+                    "raise `timeout`, publish less often, or use on_busy='coalesce'"
+                )
+
+    def capture(
+        self, step: int, state: State, *, metadata: Mapping[str, str], anchor: bool, called: float
+    ) -> Publication:
+        """Take what changed since the last capture into the waiting draft, and return its handle.
+
+        When it returns, the caller may change the tensors. When it raises, nothing was captured.
+
+        Raises:
+            UnsupportedTensorError: If a tensor cannot be read.
+        """
+        if self._shadow is not None and self._shadow.schema == state.schema:
+            changes: Changes | None = capture(state, self._shadow, pool=self._pool)
+            shadow = self._shadow
+        else:
+            changes, shadow = None, Shadow.of(state, pool=self._pool)
+        publication = Publication(step)
+        with self._changed:
+            draft = Draft(step, changes, anchor, metadata)
+            if self._draft is not None:
+                draft = self._draft.followed_by(draft)
+            if changes is not None:
+                shadow.advance(changes)
+            self._shadow = shadow
+            waiting = Waiting(publication, called, time.monotonic() - called)
+            self._draft = replace(draft, waiting=(*draft.waiting, waiting))
+        self._announce()
+        return publication
+
+    def take(self, *, snapshot: bool) -> tuple[Draft, Snapshot | None, Schema] | None:
+        """Take the waiting draft away; None when there is none.
+
+        Args:
+            snapshot: Whether to take a snapshot of the state after the draft too; done anyway for a whole state.
+        """
+        with self._changed:
+            draft, self._draft = self._draft, None
+            if draft is None or self._shadow is None:
+                return None
+            self._changed.notify_all()
+            view = self._shadow.snapshot() if snapshot or draft.anchor or draft.changes is None else None
+            return draft, view, self._shadow.schema
+
+    def put_back(self, draft: Draft, *, whole: bool = False) -> None:
+        """Let a draft that could not be stored wait again, before what came later.
+
+        Args:
+            draft: As it was taken; publications that were told of the failure left out.
+            whole: Whether now only the whole state will do.
+        """
+        with self._changed:
+            if whole:
+                draft = replace(draft, changes=None)
+            later = self._draft
+            # After a change of schema the later draft is whole by itself.
+            self._draft = draft if later is None else draft.followed_by(later)
+
+    def _announce(self) -> None:
+        if self._arrived is not None:
+            loop, arrived = self._arrived
+            loop.call_soon_threadsafe(arrived.set)

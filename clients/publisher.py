@@ -1,0 +1,272 @@
+"""The training side: `Publisher`."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from deltabus.bus.core import LogWriter
+from deltabus.bus.errors import ClosedError, PublishError, UsageError, WaitTimeoutError
+from deltabus.bus.message import check_writer_name
+from deltabus.bus.policy import AnchorPolicy, parse_policy
+from deltabus.bus.transport import Transport
+from deltabus.codecs.checkpoint import load_checkpoint
+from deltabus.codecs.digest import digest_of
+from deltabus.codecs.encodings import check_delta_encoding
+from deltabus.codecs.shadow import Shadow
+from deltabus.codecs.state import State, collect
+from deltabus.transports import open_transport
+
+from .bridge import LoopThread
+from .outbox import Outbox
+from .publication import Publication
+from .sender import Sender, readable
+
+__all__ = ["Publisher"]
+
+_log = logging.getLogger("deltabus.publisher")
+
+
+class Publisher:
+    """Publishes a model's weights to a topic, step by step; for synchronous training code.
+
+    `publish` takes over what changed before it returns, so the weights may change again at once; encoding and upload go on
+    in the background. Use it as a context manager, or call `close`: what is not closed may be lost when the process ends.
+
+    Args:
+        url: The topic, such as `file:///data/run-7`.
+        writer: The name of this writer's log. A topic has one log per writer; a restarted trainer uses the same name.
+        have: What a restarted trainer holds: a model, a mapping of tensors, or the path of a safetensors checkpoint.
+            When its bits are those of the topic's newest version, the chain of deltas goes on; without it, or when they
+            differ, the first publication is an anchor.
+        select: Which tensors to publish: a predicate on canonical names, or a list of glob patterns. None is all.
+        dtype: The float dtype in which floating-point tensors are published, rounded as `tensor.to(dtype)` does; such
+            as `torch.bfloat16` for float32 master weights. None is each tensor's own.
+        anchor: When to publish the whole state besides: `"adaptive"` (when the deltas since the last anchor outweigh a
+            share of it), a number of steps, `"never"` (first and on request only), or an `AnchorPolicy`.
+        on_busy: What `publish` does while earlier steps are on their way: `"coalesce"` folds steps into one message, so
+            that training never waits for the network; `"wait"` waits, so that each step becomes a version.
+        encoding: The encoding of every delta; None lets each segment take its smallest.
+        timeout: Limit in seconds for opening, for a wait inside `publish`, and for `close`.
+        workers: Threads that compare and encode; None is the number of usable cores, at most 8.
+
+    Raises:
+        UsageError: If an argument or the URL is wrong.
+        TransportError: If the topic cannot be reached.
+        MessageFormatError: If what lies under the URL is not a topic.
+        WaitTimeoutError: If opening takes longer than `timeout`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        writer: str = "trainer",
+        have: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
+        select: Callable[[str], bool] | Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        anchor: str | int | AnchorPolicy = "adaptive",
+        on_busy: Literal["coalesce", "wait"] = "coalesce",
+        encoding: str | None = None,
+        timeout: float = 300.0,
+        workers: int | None = None,
+    ) -> None:
+        if on_busy not in ("coalesce", "wait"):
+            raise UsageError(f"on_busy={on_busy!r} is not 'coalesce' or 'wait'")
+        if encoding is not None:
+            check_delta_encoding(encoding)
+        self._writer_name = check_writer_name(writer)
+        self._select, self._dtype, self._on_busy, self._timeout = select, dtype, on_busy, timeout
+        policy = parse_policy(anchor)
+        transport = open_transport(url)
+        self.url = transport.url
+        self._pool = ThreadPoolExecutor(workers or usable_cores(), thread_name_prefix="deltabus-encode")
+        self._outbox = Outbox(self._pool)
+        self._publishing = threading.Lock()
+        self._closed = False
+        self._anchor_asked = False
+        self._loop = LoopThread(f"deltabus publisher of {self.url}")
+        try:
+            self._sender, self._task = self._loop.run(
+                self._open(transport, policy, encoding), timeout=timeout, what=f"opening {self.url}"
+            )
+            self._transport = transport
+            if have is not None:
+                self._recognise(self._collect(load_checkpoint(have) if isinstance(have, str | os.PathLike) else have))
+        except BaseException:
+            self._loop.stop()
+            self._pool.shutdown(cancel_futures=True)
+            raise
+        self._farewell = weakref.finalize(self, _left_open, self._outbox, self.url)
+
+    async def _open(
+        self, transport: Transport, policy: AnchorPolicy, encoding: str | None
+    ) -> tuple[Sender, concurrent.futures.Future[None]]:
+        await transport.__aenter__()
+        try:
+            log = LogWriter(transport, self._writer_name)
+            await log.open()
+        except BaseException:
+            await transport.close()
+            raise
+        sender = Sender(log, self._outbox, policy=policy, encoding=encoding, pool=self._pool)
+        return sender, self._loop.submit(sender.run())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Publisher of {self.url} as {self._writer_name}, version {self.version}>"
+
+    @property
+    def version(self) -> int:
+        """The newest durable version; 0 when there is none."""
+        durable = self._sender.durable
+        return durable.version if durable else 0
+
+    def publish(
+        self, step: int, model: nn.Module | Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+    ) -> Publication:
+        """Publish the model's weights as they are now, and return a handle.
+
+        Args:
+            step: The training step they belong to.
+            model: The model, or a mapping of names to tensors.
+            metadata: Key-value pairs that travel with the message.
+
+        Raises:
+            UsageError: If the model or an argument cannot be published.
+            UnsupportedTensorError: If a tensor is of a kind that cannot be published.
+            SchemaMismatchError: If names collide.
+            PublishError: If an earlier step could not be stored; its cause is chained. Nothing of this step was captured.
+                The next `publish` carries on: it leads from the last state that readers can have.
+            FencedError: If another process took this writer's log over. This one must stop.
+            WaitTimeoutError: If `on_busy="wait"` and the backend is too slow.
+            ClosedError: If the publisher was closed.
+        """
+        called = time.monotonic()
+        if not self._publishing.acquire(blocking=False):
+            raise UsageError("publish was called by two threads at once; call it from the training thread alone")
+        try:
+            self._check_open()
+            self._raise_failure()
+            state = self._collect(model)
+            if self._outbox.shadow is None:
+                self._recognise(state)
+            if self._on_busy == "wait":
+                self._outbox.wait_until_free(self._timeout)
+                self._raise_failure()
+            anchor, self._anchor_asked = self._anchor_asked, False
+            return self._outbox.capture(step, state, metadata=dict(metadata or {}), anchor=anchor, called=called)
+        finally:
+            self._publishing.release()
+
+    def request_anchor(self) -> None:
+        """Let the next publication be followed by an anchor."""
+        self._anchor_asked = True
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything published so far is durable.
+
+        Args:
+            timeout: Limit in seconds; None is the publisher's own.
+
+        Raises:
+            PublishError: If something could not be stored.
+            FencedError: If another process took this writer's log over.
+            WaitTimeoutError: If the limit is reached; the publications go on.
+            ClosedError: If the publisher was closed.
+        """
+        self._check_open()
+        limit = self._timeout if timeout is None else timeout
+        self._loop.run(self._sender.drain(), timeout=limit, what=f"storing what was published to {self.url}")
+        self._raise_failure()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Store what is still on its way, then stop; may be called more than once.
+
+        Args:
+            timeout: Limit in seconds; None is the publisher's own.
+
+        Raises:
+            PublishError: If something could not be stored.
+            FencedError: If another process took this writer's log over, and this was not raised before.
+            WaitTimeoutError: If the limit is reached; what was not stored by then is lost.
+        """
+        if self._closed:
+            return
+        try:
+            self.flush(timeout)
+        finally:
+            self._closed = True
+            self._farewell.detach()
+            self._task.cancel()
+            try:
+                self._loop.run(self._close_transport(), timeout=self._timeout, what=f"closing {self.url}")
+            finally:
+                self._loop.stop()
+                self._pool.shutdown(cancel_futures=True)
+
+    async def _close_transport(self) -> None:
+        await self._sender.aclose()
+        await self._transport.close()
+
+    def _collect(self, source: nn.Module | Mapping[str, Tensor]) -> State:
+        return collect(source, select=self._select, dtype=self._dtype)
+
+    def _recognise(self, state: State) -> None:
+        """Go on with deltas if the topic's newest version is this very state."""
+        newest = self._sender.durable
+        if newest is None or newest.schema.checksum != state.schema.checksum:
+            return
+        shadow = Shadow.of(state, pool=self._pool)
+        if shadow.digest(pool=self._pool) == newest.digest_after and readable(self._sender.history, newest):
+            self._outbox.start_from(shadow)
+        else:
+            _log.info("%s: the model is not version %d; an anchor will be published", self.url, newest.version)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the publisher of {self.url} was closed; open a new one")
+
+    def _raise_failure(self) -> None:
+        if self._sender.fatal is not None:
+            self._sender.failure = None
+            raise self._sender.fatal
+        if self._task.done():
+            self._task.result()
+        failure, self._sender.failure = self._sender.failure, None
+        if isinstance(failure, WaitTimeoutError):
+            raise failure
+        if failure is not None:
+            raise PublishError(
+                f"an earlier step could not be stored in {self.url}: {failure} Nothing is lost yet: publish again and "
+                "its changes travel with the next step."
+            ) from failure
+
+
+def usable_cores(most: int = 8) -> int:
+    """Return how many threads to use for work on bits."""
+    return max(1, min(most, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def _left_open(outbox: Outbox, url: str) -> None:
+    if not outbox.empty:
+        _log.error("the publisher of %s was never closed: its last steps may be lost; call close(), or use `with`", url)

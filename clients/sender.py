@@ -1,0 +1,299 @@
+"""The publisher's background: encodes drafts, stores them, and appends the messages that make them durable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from deltabus.bus.core import LogWriter
+from deltabus.bus.errors import CodecError, DeltabusError, FencedError, OvertakenError, RetentionGapError
+from deltabus.bus.message import Blob, Kind, Message, Stats
+from deltabus.bus.planner import plan
+from deltabus.bus.policy import AnchorPolicy, SinceAnchor
+from deltabus.codecs.container import Part, encode_anchor, encode_delta
+from deltabus.codecs.digest import digest_delta, digest_of
+from deltabus.codecs.schema import Schema
+from deltabus.codecs.shadow import Snapshot
+
+from .outbox import Draft, Outbox
+from .publication import Published
+
+__all__ = ["Sender"]
+
+_log = logging.getLogger("deltabus.publisher")
+_UPLOADS = 4
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    blobs: tuple[Blob, ...]
+    encodings: Mapping[str, int]
+    encode: float
+    upload: float
+
+
+class Sender:
+    """Sends what waits in an outbox, one message at a time, and anchors beside them.
+
+    Args:
+        writer: The log's end, opened.
+        outbox: Where drafts wait.
+        policy: When to publish an anchor besides.
+        encoding: The encoding of every delta; None lets each segment take its smallest.
+        pool: Where encoding runs in parallel.
+
+    Attributes:
+        failure: The error that stopped the last draft or anchor, until somebody takes it.
+        fatal: The error after which nothing can be published any more.
+    """
+
+    def __init__(
+        self,
+        writer: LogWriter,
+        outbox: Outbox,
+        *,
+        policy: AnchorPolicy,
+        encoding: str | None,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.fatal: DeltabusError | None = None
+        self._writer = writer
+        self._outbox = outbox
+        self._policy = policy
+        self._encoding = encoding
+        self._pool = pool
+        self._durable = newest_state(writer.history)
+        self._since = since_anchor(writer.history)
+        self._schemas: dict[bytes, Blob] = {}
+        self._anchoring: asyncio.Task[None] | None = None
+        self._arrived = asyncio.Event()
+        self._progress = asyncio.Condition()
+        self._busy = False
+        self._stalled = False
+        outbox.wake(asyncio.get_running_loop(), self._arrived)
+
+    @property
+    def durable(self) -> Message | None:
+        """The message of the newest durable state."""
+        return self._durable
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything captured is durable, or has failed."""
+        return not self._busy and (self._outbox.empty or self._stalled) and self._anchoring is None
+
+    async def run(self) -> None:
+        """Send drafts as they arrive, until cancelled."""
+        while True:
+            if self._outbox.empty or self._stalled or self.fatal:
+                await self._arrived.wait()
+                self._arrived.clear()
+                self._stalled = False
+                continue
+            self._busy = True
+            await self._send_next()
+            self._busy = False
+            await self._tell()
+
+    async def drain(self) -> None:
+        """Wait until everything captured so far is durable, or has failed; what failed before is tried once more."""
+        if self._stalled:
+            self._stalled = False
+            self._arrived.set()
+        async with self._progress:
+            await self._progress.wait_for(lambda: self.idle or self.fatal is not None)
+
+    async def aclose(self) -> None:
+        """Stop the anchor that is on its way, if any."""
+        if self._anchoring is not None:
+            self._anchoring.cancel()
+            await asyncio.gather(self._anchoring, return_exceptions=True)
+
+    async def _tell(self) -> None:
+        async with self._progress:
+            self._progress.notify_all()
+
+    async def _send_next(self) -> None:
+        due = self._anchoring is None and self._policy.due(self._since)
+        taken = self._outbox.take(snapshot=due)
+        if taken is None:
+            return
+        draft, view, schema = taken
+        try:
+            await self._send(draft, view, schema)
+        except OvertakenError as error:
+            _log.warning("%s", error)
+            self._durable = newest_state(self._writer.history)
+            self._outbox.put_back(draft, whole=True)
+        except asyncio.CancelledError:
+            self._outbox.put_back(draft)
+            raise
+        except FencedError as error:
+            self.fatal = error
+            self._fail(draft, error)
+        except Exception as error:
+            self._stalled = True
+            self._fail(draft, error)
+            self._outbox.put_back(replace(draft, waiting=()))
+
+    def _fail(self, draft: Draft, error: Exception) -> None:
+        self.failure = error
+        _log.error("step %d of %s was not published: %s", draft.step, self._writer.writer, error)
+        for waiting in draft.waiting:
+            waiting.publication.fail(error)
+
+    async def _send(self, draft: Draft, view: Snapshot | None, schema: Schema) -> None:
+        """Make a draft durable; start an anchor beside it where one is due."""
+        base = self._durable
+        try:
+            if draft.changes is None or base is None:
+                if view is None:
+                    raise CodecError("a whole state is to be published, but no snapshot of it was taken")
+                message, payload = await self._commit_anchor(draft, view, schema, version=self._writer.next_version)
+            else:
+                message, payload = await self._commit_delta(draft, base)
+                if view is not None and self._anchoring is None:
+                    self._anchoring = asyncio.create_task(self._anchor_beside(draft, view, schema, message))
+                    view = None
+        finally:
+            if view is not None:
+                view.release()
+        self._durable = message
+        now = time.monotonic()
+        steps = tuple(waiting.publication.step for waiting in draft.waiting)
+        for waiting in draft.waiting:
+            seconds = {
+                "blocked": waiting.blocked,
+                "encode": payload.encode,
+                "upload": payload.upload,
+                "total": now - waiting.called,
+            }
+            waiting.publication.succeed(Published(message, steps, seconds))
+
+    async def _commit_delta(self, draft: Draft, base: Message) -> tuple[Message, _Payload]:
+        assert draft.changes is not None
+        schema = draft.changes.schema
+        version = self._writer.next_version
+        payload = await self._store(
+            encode_delta(draft.changes, encoding=self._encoding, pool=self._pool), f"{version:012d}-delta"
+        )
+        change = await asyncio.to_thread(digest_delta, draft.changes)
+        message = await self._writer.commit(
+            kind=Kind.DELTA,
+            step=draft.step,
+            version=version,
+            base={self._writer.writer: base.version},
+            schema=await self._schema(schema),
+            digest_before=base.digest_after,
+            digest_after=(base.digest_after + change) & _MASK,
+            blobs=payload.blobs,
+            stats=Stats(changed=draft.changes.count, total=schema.total, encodings=dict(payload.encodings)),
+            metadata=draft.metadata,
+        )
+        self._since = self._since.after_delta(message.nbytes)
+        return message, payload
+
+    async def _commit_anchor(
+        self, draft: Draft, view: Snapshot, schema: Schema, *, version: int, expected: int | None = None
+    ) -> tuple[Message, _Payload]:
+        digest = await asyncio.to_thread(digest_of, schema, view.read, pool=self._pool)
+        if expected is not None and digest != expected:
+            raise CodecError(
+                f"the publisher's copy of version {version} has digest {digest:016x}, its deltas lead to "
+                f"{expected:016x}; this machine's memory cannot be trusted: restart the trainer elsewhere"
+            )
+        payload = await self._store(encode_anchor(schema, view.read, pool=self._pool), f"{version:012d}-anchor")
+        message = await self._writer.commit(
+            kind=Kind.ANCHOR,
+            step=draft.step,
+            version=version,
+            base={},
+            schema=await self._schema(schema),
+            digest_before=None,
+            digest_after=digest,
+            blobs=payload.blobs,
+            stats=Stats(changed=schema.total, total=schema.total, encodings=dict(payload.encodings)),
+            metadata=draft.metadata,
+        )
+        self._since = self._since.after_anchor(message.nbytes)
+        return message, payload
+
+    async def _anchor_beside(self, draft: Draft, view: Snapshot, schema: Schema, delta: Message) -> None:
+        """Publish the state of a delta as an anchor too, while later deltas go on."""
+        try:
+            await self._commit_anchor(draft, view, schema, version=delta.version, expected=delta.digest_after)
+        except FencedError as error:
+            self.fatal = self.failure = error
+        except Exception as error:
+            self.failure = error
+            _log.error("the anchor of version %d was not published: %s", delta.version, error)
+        finally:
+            view.release()
+            self._anchoring = None
+            await self._tell()
+
+    async def _schema(self, schema: Schema) -> Blob:
+        if schema.checksum not in self._schemas:
+            self._schemas[schema.checksum] = await self._writer.store_schema(schema.encode())
+        return self._schemas[schema.checksum]
+
+    async def _store(self, parts: Iterator[Part], name: str) -> _Payload:
+        """Encode and upload a payload part by part, a few at a time."""
+        encodings: dict[str, int] = {}
+        uploads: list[asyncio.Task[Blob]] = []
+        slots = asyncio.Semaphore(_UPLOADS)
+        started = time.monotonic()
+        encoding = 0.0
+
+        async def upload(part: Part, number: int) -> Blob:
+            try:
+                return await self._writer.store(part.data, name=f"{name}-{number:04d}")
+            finally:
+                slots.release()
+
+        try:
+            while True:
+                before = time.monotonic()
+                part = await asyncio.to_thread(next, parts, None)
+                encoding += time.monotonic() - before
+                if part is None:
+                    break
+                for encoding_name, size in part.encodings.items():
+                    encodings[encoding_name] = encodings.get(encoding_name, 0) + size
+                await slots.acquire()
+                uploads.append(asyncio.create_task(upload(part, len(uploads))))
+            blobs = tuple(await asyncio.gather(*uploads))
+        except BaseException:
+            for task in uploads:
+                task.cancel()
+            await asyncio.gather(*uploads, return_exceptions=True)
+            raise
+        return _Payload(blobs, encodings, encoding, time.monotonic() - started)
+
+
+def newest_state(history: list[Message]) -> Message | None:
+    """Return the message that leads to the newest version of a log; None for an empty log."""
+    return max(history, key=lambda message: (message.version, message.position), default=None)
+
+
+def since_anchor(history: list[Message]) -> SinceAnchor:
+    """Return what was published since the last anchor of a log."""
+    since = SinceAnchor()
+    for message in history:
+        since = since.after_anchor(message.nbytes) if message.kind is Kind.ANCHOR else since.after_delta(message.nbytes)
+    return since
+
+
+def readable(history: list[Message], message: Message) -> bool:
+    """Return whether a reader that holds nothing can reach the state of a message."""
+    try:
+        plan(history, have=None, target=message.state)
+    except RetentionGapError:
+        return False
+    return True
