@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from deltabus.bus.errors import CorruptPayloadError, DivergedError, SchemaMismatchError
 
+from .ahead import in_order
 from .kernels import compare
-from .parallel import each
-from .schema import Schema, TensorSpec
+from .schema import Piece, Schema, Segment, TensorSpec
 
 __all__ = [
     "Bits",
@@ -22,13 +22,17 @@ __all__ = [
     "SegmentChanges",
     "changes_between",
     "check_same_schema",
+    "collected",
     "compose",
     "diverged",
     "find_differing",
     "locate",
+    "parts_of",
     "reverse",
     "validate",
 ]
+
+_AHEAD = 64
 
 Bits = npt.NDArray[np.unsignedinteger]
 """Bit patterns of elements: uint8, uint16, uint32 or uint64, as the dtype is wide."""
@@ -91,6 +95,15 @@ def check_same_schema(expected: Schema, found: Schema) -> None:
     raise SchemaMismatchError(
         f"segments have {found.segment_elements} elements, expected {expected.segment_elements}; or the formats differ"
     )
+
+
+def parts_of(segment: Segment, change: SegmentChanges) -> list[tuple[Piece, slice]]:
+    """Return each piece that a segment's change touches, and which of the changed elements lie in it."""
+    inner = np.array([piece.offset for piece in segment.pieces[1:]], change.positions.dtype)
+    bounds = [0, *np.searchsorted(change.positions, inner).tolist(), change.positions.size]
+    return [
+        (p, slice(low, high)) for p, low, high in zip(segment.pieces, bounds, bounds[1:], strict=False) if low < high
+    ]
 
 
 def locate(schema: Schema, index: int, position: int) -> tuple[TensorSpec, int]:
@@ -198,6 +211,14 @@ def find_differing(old: Bits, new: Bits) -> npt.NDArray[np.uint32]:
     )
 
 
+def collected(
+    schema: Schema, compared: Callable[[int], SegmentChanges | None], *, pool: Executor | None = None
+) -> Changes:
+    """Return the changes that a function finds in each segment of a schema, None where there are none."""
+    found = enumerate(in_order(compared, range(len(schema.segments)), pool=pool, ahead=_AHEAD))
+    return Changes(schema, {index: change for index, change in found if change is not None})
+
+
 def changes_between(
     schema: Schema, old: Callable[[int], Bits], new: Callable[[int], Bits], *, pool: Executor | None = None
 ) -> Changes:
@@ -208,5 +229,4 @@ def changes_between(
         positions = find_differing(before, after)
         return SegmentChanges(positions, before.take(positions), after.take(positions)) if positions.size else None
 
-    found = each(compared, range(len(schema.segments)), pool)
-    return Changes(schema, {index: change for index, change in enumerate(found) if change is not None})
+    return collected(schema, compared, pool=pool)

@@ -9,14 +9,14 @@ The digest of a state is the sum, modulo 2^64, of one term for each element of e
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     term = x ^ (x >> 31)
 
-The seed is the first 8 bytes, little endian, of the SHA-256 of `name NUL dtype NUL shape`, the shape in decimal joined by
-commas. A state without elements has digest 0.
+The seed is the first 8 bytes, little endian, of the SHA-256 of `name NUL dtype NUL shape`, the shape in decimal,
+joined by commas. A state without elements has digest 0.
 
 This is the generator SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
 with the finalizer "Mix13" of Stafford): `k` is its i-th state, the bits are mixed into it. The key is added once more
-between the two multiplications; without that, `k ^ b` alone would decide the term, and two elements could trade patterns
-whose difference equals that of their keys without any trace in the sum. It finds faults, not forgers: what keeps those
-out are signatures and checksums.
+between the two multiplications; without that, `k ^ b` alone would decide the term, and two elements could trade
+patterns whose difference equals that of their keys without any trace in the sum. It finds faults, not forgers: what
+keeps those out are signatures and checksums.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from .changes import Bits, Changes
+from .ahead import in_order
+from .changes import Bits, Changes, parts_of
 from .kernels import mix
-from .parallel import each
 from .schema import Piece, Schema
 
 __all__ = ["digest_delta", "digest_of"]
 
+_AHEAD = 64  # results are single numbers or small, so that this bounds nothing but the queue
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -55,19 +56,15 @@ def digest_of(schema: Schema, read: Callable[[int], Bits], *, pool: Executor | N
             for piece in schema.segments[index].pieces
         )
 
-    return sum(each(summed, range(len(schema.segments)), pool)) & _MASK
+    return sum(in_order(summed, range(len(schema.segments)), pool=pool, ahead=_AHEAD)) & _MASK
 
 
 def digest_delta(changes: Changes) -> int:
     """Return what the changes add to the digest, modulo 2^64: the terms of the new bits minus those of the old."""
     schema, total = changes.schema, 0
     for index, change in changes.segments.items():
-        pieces = schema.segments[index].pieces
-        inner = np.array([piece.offset for piece in pieces[1:]], change.positions.dtype)
-        bounds = [0, *np.searchsorted(change.positions, inner), change.positions.size]
-        for piece, low, high in zip(pieces, bounds, bounds[1:], strict=False):
-            if low < high:
-                origin, part = _key(schema, piece, piece.start - piece.offset), slice(low, high)
-                total += int(mix.sum_at(change.positions[part], change.new[part], origin))
-                total -= int(mix.sum_at(change.positions[part], change.old[part], origin))
+        for piece, part in parts_of(schema.segments[index], change):
+            origin = _key(schema, piece, piece.start - piece.offset)
+            total += int(mix.sum_at(change.positions[part], change.new[part], origin))
+            total -= int(mix.sum_at(change.positions[part], change.old[part], origin))
     return total & _MASK

@@ -11,14 +11,16 @@ import numpy as np
 
 from deltabus.bus.errors import CorruptPayloadError, UsageError
 
-from .changes import Bits, Changes, SegmentChanges, check_same_schema, diverged, find_differing, validate
+from .ahead import in_order
+from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, find_differing, validate
 from .digest import digest_of
 from .kernels import compare
-from .parallel import each
 from .schema import Schema
 from .state import State
 
 __all__ = ["Shadow", "Snapshot", "capture"]
+
+_AHEAD = 64
 
 
 class Shadow:
@@ -47,9 +49,11 @@ class Shadow:
     def of(cls, state: State, *, pool: Executor | None = None) -> Shadow:
         """Return a shadow that holds the state's bits as they are now."""
         segments = state.schema.segments
-        arrays: list[Bits] = [np.empty(segment.size, segment.dtype.bits) for segment in segments]
-        each(lambda index: state.read(index, arrays[index]), range(len(segments)), pool)
-        return cls(state.schema, arrays)
+
+        def copied(index: int) -> Bits:
+            return state.read(index, np.empty(segments[index].size, segments[index].dtype.bits))
+
+        return cls(state.schema, list(in_order(copied, range(len(segments)), pool=pool, ahead=_AHEAD)))
 
     def read(self, index: int) -> Bits:
         """Return the bits of a segment: the live array, not to be written to."""
@@ -83,7 +87,7 @@ class Shadow:
                             snapshot._note(index, change)
                         compare.scatter(self._bits[index], change.positions, change.new)
             except BaseException:
-                # A change that a snapshot noted but that is taken back is harmless: undoing it again sets the same bits.
+                # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
                 for index, change in changes.segments.items():
                     with self._locks[index]:
                         compare.scatter(self._bits[index], change.positions, change.old)
@@ -121,8 +125,8 @@ class Shadow:
 class Snapshot:
     """A shadow's state as it was when the snapshot was taken.
 
-    It keeps the changes that come later and undoes them when it is read: memory in O(changed), and at most one copy of a
-    segment's bits for each segment. Release it, or leave its `with` block, to give that back.
+    It keeps the changes that come later and undoes them when it is read: memory in O(changed), and for each
+    segment at most one copy of its bits. Release it, or leave its `with` block, to give that back.
 
     Attributes:
         schema: The state's schema.
@@ -218,5 +222,4 @@ def capture(state: State, shadow: Shadow, *, pool: Executor | None = None) -> Ch
         where = np.concatenate(positions)
         return SegmentChanges(where, held.take(where), np.concatenate(new))
 
-    found = each(compared, range(len(schema.segments)), pool)
-    return Changes(schema, {index: change for index, change in enumerate(found) if change is not None})
+    return collected(schema, compared, pool=pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from deltabus.bus.errors import SchemaMismatchError, UnsupportedTensorError, Usa
 
 from . import dtypes
 from .changes import Bits
+from .dtypes import DType
 from .schema import SEGMENT_ELEMENTS, Piece, Schema, TensorSpec
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Source",
     "State",
     "as_integers",
+    "bits_of",
     "canonical_name",
     "check_supported",
     "collect",
@@ -68,8 +71,9 @@ def check_supported(name: str, tensor: Tensor) -> None:
     """Check that a tensor's bits can be read where they lie.
 
     Raises:
-        UnsupportedTensorError: If it has no bits of its own (meta, fake, lazy), or none in a dense strided layout (sparse,
-            quantized, DTensor and other wrapper classes, lazily conjugated), or a dtype that cannot be published.
+        UnsupportedTensorError: If it has no bits of its own (meta, fake, lazy), or none in a dense strided layout
+            (sparse, quantized, DTensor and other wrapper classes, lazily conjugated), or a dtype that cannot be
+            published.
     """
     problem = ""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -93,8 +97,8 @@ def check_supported(name: str, tensor: Tensor) -> None:
 def named_tensors(source: Source) -> dict[str, Tensor]:
     """Return the tensors of a module or mapping by canonical name, in sorted order.
 
-    A module gives its `state_dict`: parameters and persistent buffers. What modules keep in `_extra_state` is left out: it
-    is no weight, and a tensor made for it on request could not be written to.
+    A module gives its `state_dict`: parameters and persistent buffers. What modules keep in `_extra_state` is left
+    out: it is no weight, and a tensor made for it on request could not be written to.
 
     Raises:
         SchemaMismatchError: If two different tensors have the same canonical name.
@@ -105,8 +109,9 @@ def named_tensors(source: Source) -> dict[str, Tensor]:
         source = source.state_dict(keep_vars=True)
     if not isinstance(source, Mapping):
         raise UsageError(f"expected a torch module or a mapping of tensors by name, got {type(source).__name__}")
+    entries: Mapping[Any, Any] = source
     found: dict[str, tuple[str, Tensor]] = {}
-    for name, tensor in source.items():
+    for name, tensor in entries.items():
         if not isinstance(name, str):
             raise UsageError(f"names of tensors are text, got {name!r}")
         if name.rpartition(".")[2] == "_extra_state":
@@ -130,6 +135,21 @@ def as_integers(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
+def bits_of(tensor: Tensor, dtype: DType, start: int, stop: int) -> Bits:
+    """Return the bits of the elements `start` to `stop`, row-major, of a tensor rounded to `dtype`.
+
+    Contiguous tensors in host memory that need no rounding are not copied: the array is their memory, and not to be
+    written to. Of others this run alone is copied.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        run = tensor.view(-1)[start:stop]
+    else:
+        run = as_integers(tensor).take(torch.arange(start, stop, device=tensor.device)).view(tensor.dtype)
+    array: Bits = as_integers(run.to(dtype.torch)).cpu().numpy().view(dtype.bits)
+    return array
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """The tensors of a model as they are published; it holds the live tensors, not their bits.
@@ -143,20 +163,9 @@ class State:
     tensors: tuple[Tensor, ...]
 
     def piece(self, piece: Piece) -> Bits:
-        """Return the bits of a run of one tensor's elements, as a one-dimensional array.
-
-        Contiguous tensors in host memory that need no rounding are not copied: the array is their memory. Others are
-        copied, this run alone.
-        """
-        tensor = self.tensors[piece.tensor].detach()
+        """Return the bits of a run of one tensor's elements; see `bits_of`."""
         dtype = dtypes.by_name(self.schema.tensors[piece.tensor].dtype)
-        if tensor.is_contiguous():
-            run = tensor.view(-1)[piece.start : piece.stop]
-        else:
-            places = torch.arange(piece.start, piece.stop, device=tensor.device)
-            run = as_integers(tensor).take(places).view(tensor.dtype)
-        array: Bits = as_integers(run.to(dtype.torch)).cpu().numpy().view(dtype.bits)
-        return array
+        return bits_of(self.tensors[piece.tensor], dtype, piece.start, piece.stop)
 
     def read(self, index: int, out: Bits | None = None) -> Bits:
         """Return the bits of a segment.
@@ -194,8 +203,8 @@ def collect(
 ) -> State:
     """Return the state of a module or a mapping of tensors.
 
-    Tensors that are the same memory seen in the same way (tied) become one, named by the first name in sorted order; the
-    others are its aliases.
+    Tensors that are the same memory seen in the same way (tied) become one, named by the first name in sorted order;
+    the others are its aliases.
 
     >>> weight = torch.zeros(2, 3)
     >>> collect({"module.head": weight, "embed": weight}).schema.tensors

@@ -16,7 +16,7 @@ CHUNK = 1024
 
 
 @kernel
-def find_differing(
+def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
     old: Bits,
     new: Bits,
     old_words: npt.NDArray[np.uint64],
@@ -70,7 +70,7 @@ def scatter(bits: Bits, positions: npt.NDArray[np.uint32], values: Bits) -> None
 
 
 @kernel
-def merge(
+def merge(  # noqa: PLR0917 - compiled functions take their arguments by place
     first_positions: npt.NDArray[np.uint32],
     first_old: Bits,
     first_new: Bits,
