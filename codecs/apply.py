@@ -89,11 +89,16 @@ class Target:
             )
         return cls(schema, bound)
 
+    @property
+    def key(self) -> Tensor | None:
+        """A tensor by whose identity the model can be recognised; None when the schema has no tensors."""
+        return self._state.tensors[0] if self._state.tensors else None
+
     def read(self, index: int) -> Bits:
         """Return the bits of a segment that the model holds; maybe its own memory, not to be written to."""
         return self._state.read(index)
 
-    def digest(self, *, pool: Executor | None = None) -> int:
+    def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the bits that the model holds.
 
         Raises:

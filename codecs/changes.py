@@ -21,6 +21,7 @@ __all__ = [
     "Changes",
     "SegmentChanges",
     "changes_between",
+    "changes_in_segment",
     "check_same_schema",
     "collected",
     "compose",
@@ -211,6 +212,12 @@ def find_differing(old: Bits, new: Bits) -> npt.NDArray[np.uint32]:
     )
 
 
+def changes_in_segment(old: Bits, new: Bits) -> SegmentChanges | None:
+    """Return what differs between two states of a segment; None when nothing does."""
+    positions = find_differing(old, new)
+    return SegmentChanges(positions, old.take(positions), new.take(positions)) if positions.size else None
+
+
 def collected(
     schema: Schema, compared: Callable[[int], SegmentChanges | None], *, pool: Executor | None = None
 ) -> Changes:
@@ -224,9 +231,4 @@ def changes_between(
 ) -> Changes:
     """Return what differs between two states, each given by a function from segment index to that segment's bits."""
 
-    def compared(index: int) -> SegmentChanges | None:
-        before, after = old(index), new(index)
-        positions = find_differing(before, after)
-        return SegmentChanges(positions, before.take(positions), after.take(positions)) if positions.size else None
-
-    return collected(schema, compared, pool=pool)
+    return collected(schema, lambda index: changes_in_segment(old(index), new(index)), pool=pool)

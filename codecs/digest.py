@@ -42,7 +42,7 @@ def _key(schema: Schema, piece: Piece, element: int) -> np.uint64:
     return np.uint64((schema.tensors[piece.tensor].seed + element * _GAMMA) & _MASK)
 
 
-def digest_of(schema: Schema, read: Callable[[int], Bits], *, pool: Executor | None = None) -> int:
+def digest_of(schema: Schema, read: Callable[[int], Bits], pool: Executor | None = None) -> int:
     """Return the digest of a state, given by a function from segment index to that segment's bits."""
 
     def summed(index: int) -> int:

@@ -59,7 +59,7 @@ class Shadow:
         """Return the bits of a segment: the live array, not to be written to."""
         return self._bits[index]
 
-    def digest(self, *, pool: Executor | None = None) -> int:
+    def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the bits that it holds."""
         return digest_of(self.schema, self.read, pool=pool)
 
@@ -163,7 +163,7 @@ class Snapshot:
         _undo(bits, later)
         return bits
 
-    def digest(self, *, pool: Executor | None = None) -> int:
+    def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the state as it was."""
         return digest_of(self.schema, self.read, pool=pool)
 
