@@ -231,6 +231,8 @@ def _check_changes(segment: Segment, changes: SegmentChanges) -> None:
             "positions inside it and equally many bits, old and new, not "
             f"{', '.join(f'{each.dtype} {each.shape}' for each in (positions, old, new))}"
         )
+    if (positions[1:] <= positions[:-1]).any():
+        raise UsageError(f"the changes of segment {segment.index} are not in order of position; sort them")
     if (old == new).any():
         raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
 

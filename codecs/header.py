@@ -140,7 +140,8 @@ def parse(data: memoryview) -> tuple[Header, tuple[StoredSegment, ...]]:
     if len(data) < _LENGTH_BYTES or begin > len(data) or length > MAX_HEADER_BYTES:
         raise _corrupt(f"has {len(data)} bytes, but its header claims {length} (limit {MAX_HEADER_BYTES})")
     try:
-        entries: Any = json.loads(bytes(data[_LENGTH_BYTES:begin]).decode(), object_pairs_hook=_without_duplicates)
+        text = bytes(data[_LENGTH_BYTES:begin]).decode()
+        entries = msgspec.convert(json.loads(text, object_pairs_hook=_without_duplicates), dict[str, Any])
         metadata = msgspec.convert(entries.pop(_METADATA), dict[str, str])
         _check_format(metadata)
         known = msgspec.convert(metadata, _Metadata)
@@ -148,7 +149,7 @@ def parse(data: memoryview) -> tuple[Header, tuple[StoredSegment, ...]]:
         checksum = _checksum({key: metadata[key] for key in metadata if key != "checksum"})
     except CorruptPayloadError:
         raise
-    except (msgspec.MsgspecError, ValueError, AttributeError, KeyError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise _corrupt(f"has a header that cannot be read: {error}") from error
     if metadata.get("checksum") != checksum:
         raise _corrupt("has metadata whose checksum does not match")
