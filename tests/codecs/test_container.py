@@ -318,6 +318,17 @@ def test_headers_that_are_no_header_are_refused(text):
         open_part(len(header).to_bytes(8, "little") + header)
 
 
+def test_a_missing_checksum_is_refused(delta):
+    _, _, data = delta
+    known = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    known["segments"] = known["segments"][8:]
+    del known["checksum"]
+    covered = "".join(f"{key}\0{known[key]}\0" for key in sorted(known))
+    known["checksum"] = f"{zlib.crc32(covered.encode()):08x}"
+    with pytest.raises(CorruptPayloadError, match="checksums for"):
+        open_part(rebuilt(data, metadata=known, resign=False))
+
+
 def test_a_name_that_occurs_twice_is_refused(delta):
     _, _, data = delta
 

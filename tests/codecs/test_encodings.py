@@ -204,3 +204,29 @@ def test_changes_of_another_dtype_or_out_of_order_are_refused(name):
 
 def test_every_dtype_has_special_values_here():
     assert {dtypes.by_name(name).size for name in NAMES} == set(SPECIAL)
+
+
+ONE_STEP = bytes.fromhex("0100000002000100000001")  # one change, at position 0 of 10
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("step", ONE_STEP + bytes.fromhex("020202000200"), "signs beyond"),
+        ("step", ONE_STEP + bytes.fromhex("020102ff02ff"), "step of nothing"),
+        ("step", ONE_STEP + bytes.fromhex("02010200020000"), "1 bytes too many"),
+        ("dense", bytes.fromhex("02000200"), "no change"),
+        ("overwrite", bytes.fromhex("0b000000"), "claims 11 changes in 10"),
+        ("overwrite", bytes.fromhex("00000000"), "claims 0 changes"),
+    ],
+)
+def test_what_is_wrong_is_said(name, data, what):
+    with pytest.raises(CorruptPayloadError, match=what):
+        ENCODINGS[name].decode(segment_of("BF16", 10), data, np.zeros(10, np.uint16))
+
+
+def test_a_step_by_hand_is_read():
+    changes = ENCODINGS["step"].decode(
+        segment_of("BF16", 10), ONE_STEP + bytes.fromhex("020102000200"), np.zeros(10, np.uint16)
+    )
+    assert [each.tolist() for each in (changes.positions, changes.old, changes.new)] == [[0], [0], [0x8000]]
