@@ -127,12 +127,11 @@ class Target:
                 "the changes do not lead to the digest that their message names; fetch them again"
             )
         patches: list[_Patch] = []
-        with torch.inference_mode():
-            for index, change in changes.segments.items():
-                segment = self.schema.segments[index]
-                for piece, part in parts_of(segment, change):
-                    for tensor in self._tensors[piece.tensor]:
-                        patches.append(_patch(tensor, segment, piece, change, part))
+        for index, change in changes.segments.items():
+            segment = self.schema.segments[index]
+            for piece, part in parts_of(segment, change):
+                for tensor in self._tensors[piece.tensor]:
+                    patches.append(_patch(tensor, segment, piece, change, part))
         return Staged(self, patches)
 
     def apply(self, changes: Changes, *, digest_delta: int | None = None) -> None:
@@ -166,10 +165,9 @@ class Target:
                 raise CorruptPayloadError(f"segment {segment.index} has {expected}, not {bits.shape} of {bits.dtype}")
             values = _values(bits)
             self._torn = self._torn or "loading a state stopped midway"
-            with torch.inference_mode():
-                for piece in segment.pieces:
-                    for tensor in self._tensors[piece.tensor]:
-                        _overwrite(tensor, piece, values[piece.offset : piece.offset + piece.stop - piece.start])
+            for piece in segment.pieces:
+                for tensor in self._tensors[piece.tensor]:
+                    _overwrite(tensor, piece, values[piece.offset : piece.offset + piece.stop - piece.start])
 
         before, self._torn = self._torn, ""
         try:
@@ -231,6 +229,7 @@ class Staged:
         """
         if self._target._torn:
             raise self._target._mixture()
+        # Inference mode, because tensors that were made in it can be written to in no other.
         with torch.inference_mode():
             self._check()
             try:
@@ -288,6 +287,7 @@ def _patch(tensor: Tensor, segment: Segment, piece: Piece, change: SegmentChange
     positions = change.positions[part]
     places = torch.from_numpy(positions.astype(np.int64) + (piece.start - piece.offset))
     old, new = _values(change.old[part]), _values(change.new[part])
+    # The view is made outside of inference mode, so that writing to it tells autograd that the tensor has changed.
     device, memory = tensor.device, as_integers(tensor)
     memory = memory.view(-1) if memory.is_contiguous() else memory
     return _Patch(segment.index, positions, memory, places.to(device), old.to(device), new.to(device))
@@ -300,9 +300,13 @@ def _values(bits: Bits) -> Tensor:
 
 
 def _overwrite(tensor: Tensor, piece: Piece, values: Tensor) -> None:
+    # The view is made outside of inference mode, so that writing to it tells autograd that the tensor has changed.
     memory = as_integers(tensor)
     if memory.is_contiguous():
-        memory.view(-1)[piece.start : piece.stop].copy_(values)
+        run = memory.view(-1)[piece.start : piece.stop]
+        with torch.inference_mode():
+            run.copy_(values)
     else:
         places = torch.arange(piece.start, piece.stop, device=tensor.device)
-        memory.put_(places, values.to(tensor.device))
+        with torch.inference_mode():
+            memory.put_(places, values.to(tensor.device))

@@ -230,5 +230,4 @@ def changes_between(
     schema: Schema, old: Callable[[int], Bits], new: Callable[[int], Bits], *, pool: Executor | None = None
 ) -> Changes:
     """Return what differs between two states, each given by a function from segment index to that segment's bits."""
-
     return collected(schema, lambda index: changes_in_segment(old(index), new(index)), pool=pool)
