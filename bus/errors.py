@@ -16,6 +16,7 @@
     ├── ProtocolError                      messages break the rules of the bus; carries `topic` and `writer`
     │   ├── MessageFormatError (ValueError)    a record or schema from outside cannot be read
     │   ├── FencedError                        another process took this writer's log over; this one must stop
+    │   ├── OvertakenError                     the log went on unseen; this writer may go on behind it, with an anchor
     │   ├── ConflictError                      two messages claim the same place in history
     │   ├── RetentionGapError (LookupError)    what is asked for is no longer, or not yet, in the topic
     │   └── SignatureError                     a message is unsigned, or signed by an unknown key
@@ -50,6 +51,7 @@ __all__ = [
     "KeyNotFoundError",
     "MessageFormatError",
     "MissingExtraError",
+    "OvertakenError",
     "PositionTakenError",
     "ProtocolError",
     "PublishError",
@@ -148,6 +150,10 @@ class MessageFormatError(ProtocolError, ValueError):
 
 class FencedError(ProtocolError):
     """Another process took this writer's log over; this one must stop publishing."""
+
+
+class OvertakenError(ProtocolError):
+    """The log went on unseen by its rightful writer, which may go on behind it, with an anchor; nothing was written."""
 
 
 class ConflictError(ProtocolError):
