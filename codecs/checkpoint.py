@@ -32,10 +32,10 @@ INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """The size from which on a checkpoint is split, in bytes; a larger tensor has a shard of its own."""
 
-PathLike = str | os.PathLike[str]
+_PathLike = str | os.PathLike[str]
 
 
-def load_checkpoint(source: PathLike | Iterable[PathLike]) -> dict[str, Tensor]:
+def load_checkpoint(source: _PathLike | Iterable[_PathLike]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, tied ones under all their names.
 
     They are mapped into memory, not read; writing to them does not change the files.
@@ -71,7 +71,7 @@ def load_checkpoint(source: PathLike | Iterable[PathLike]) -> dict[str, Tensor]:
     return tensors | tied
 
 
-def _files(source: PathLike | Iterable[PathLike]) -> list[Path]:
+def _files(source: _PathLike | Iterable[_PathLike]) -> list[Path]:
     if not isinstance(source, str | os.PathLike):
         return [Path(path) for path in source]
     path = Path(source)
@@ -120,7 +120,7 @@ def _nbytes(spec: TensorSpec) -> int:
 
 
 def save_checkpoint(
-    directory: PathLike, schema: Schema, read: Callable[[int], Bits], *, shard_bytes: int = SHARD_BYTES
+    directory: _PathLike, schema: Schema, read: Callable[[int], Bits], *, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
     """Write a state as a checkpoint, and return its files, the index included.
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 __all__ = ["overlapping", "overlaps_itself"]
 
-Dim = tuple[int, int]
+_Dim = tuple[int, int]
 """A dimension's stride and size."""
 
 
-def _dims(tensor: Tensor) -> list[Dim]:
+def _dims(tensor: Tensor) -> list[_Dim]:
     """Return the dimensions that elements spread over, the widest stride first."""
     return sorted(((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1))[
         ::-1

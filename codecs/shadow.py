@@ -154,12 +154,12 @@ class Snapshot:
             UsageError: If the snapshot was released.
         """
         with self._shadow._locks[index]:
+            kept = self._kept.get(index)
+            bits = self._shadow._bits[index].copy() if kept is None else kept
+            later = tuple(self._later.get(index, ()))
+            # Looked at last: until here the snapshot was told of every change, if it is not released even now.
             if self._released:
                 raise UsageError("the snapshot was released and can no longer be read")
-            if index in self._kept:
-                return self._kept[index]
-            bits = self._shadow._bits[index].copy()
-            later = tuple(self._later.get(index, ()))
         _undo(bits, later)
         return bits
 
@@ -169,8 +169,8 @@ class Snapshot:
 
     def release(self) -> None:
         """Give back what was kept; may be called again."""
-        self._shadow._release(self)
         self._released = True
+        self._shadow._release(self)
         self._later, self._kept = {}, {}
 
     def _note(self, index: int, change: SegmentChanges) -> None:

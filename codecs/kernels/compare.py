@@ -9,7 +9,7 @@ from . import kernel
 
 __all__ = ["CHUNK", "find_differing", "first_not_holding", "merge", "scatter"]
 
-Bits = npt.NDArray[np.unsignedinteger]
+_Bits = npt.NDArray[np.unsignedinteger]
 
 CHUNK = 1024
 """Words that are compared before their elements are looked at."""
@@ -17,8 +17,8 @@ CHUNK = 1024
 
 @kernel
 def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
-    old: Bits,
-    new: Bits,
+    old: _Bits,
+    new: _Bits,
     old_words: npt.NDArray[np.uint64],
     new_words: npt.NDArray[np.uint64],
     offset: int,
@@ -54,7 +54,7 @@ def find_differing(  # noqa: PLR0917 - compiled functions take their arguments b
 
 
 @kernel
-def first_not_holding(bits: Bits, positions: npt.NDArray[np.uint32], expected: Bits) -> int:
+def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits) -> int:
     """Return the first `k` with `bits[positions[k]] != expected[k]`, or -1."""
     for k in range(positions.size):
         if bits[positions[k]] != expected[k]:
@@ -63,7 +63,7 @@ def first_not_holding(bits: Bits, positions: npt.NDArray[np.uint32], expected: B
 
 
 @kernel
-def scatter(bits: Bits, positions: npt.NDArray[np.uint32], values: Bits) -> None:
+def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits) -> None:
     """Set `bits[positions[k]] = values[k]` for all `k`."""
     for k in range(positions.size):
         bits[positions[k]] = values[k]
@@ -72,14 +72,14 @@ def scatter(bits: Bits, positions: npt.NDArray[np.uint32], values: Bits) -> None
 @kernel
 def merge(  # noqa: PLR0917 - compiled functions take their arguments by place
     first_positions: npt.NDArray[np.uint32],
-    first_old: Bits,
-    first_new: Bits,
+    first_old: _Bits,
+    first_new: _Bits,
     second_positions: npt.NDArray[np.uint32],
-    second_old: Bits,
-    second_new: Bits,
+    second_old: _Bits,
+    second_new: _Bits,
     positions: npt.NDArray[np.uint32],
-    old: Bits,
-    new: Bits,
+    old: _Bits,
+    new: _Bits,
 ) -> tuple[int, int]:
     """Write the composition of two sorted lists of changes; places that return to their old bits are left out.
 

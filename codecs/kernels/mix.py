@@ -9,7 +9,7 @@ from . import kernel
 
 __all__ = ["mix", "sum_at", "sum_run"]
 
-Bits = npt.NDArray[np.unsignedinteger]
+_Bits = npt.NDArray[np.unsignedinteger]
 
 # Typed constants: a Python int in the expressions below would turn them into signed or floating-point arithmetic.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -29,7 +29,7 @@ def mix(key: np.uint64, bits: np.uint64) -> np.uint64:
 
 
 @kernel
-def sum_run(bits: Bits, key: np.uint64) -> np.uint64:
+def sum_run(bits: _Bits, key: np.uint64) -> np.uint64:
     """Return the sum of the terms of consecutive elements, of which the first has this key."""
     total = np.uint64(0)
     for i in range(bits.size):
@@ -39,7 +39,7 @@ def sum_run(bits: Bits, key: np.uint64) -> np.uint64:
 
 
 @kernel
-def sum_at(positions: npt.NDArray[np.uint32], bits: Bits, origin: np.uint64) -> np.uint64:
+def sum_at(positions: npt.NDArray[np.uint32], bits: _Bits, origin: np.uint64) -> np.uint64:
     """Return the sum of the terms of elements at these positions, where position 0 has the key `origin`."""
     total = np.uint64(0)
     for k in range(positions.size):
