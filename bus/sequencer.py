@@ -211,7 +211,7 @@ class Sequencer:
         return Cut(reached.step, reached.state, tuple(chain.from_iterable(messages)))
 
     def _enter(self, writer: str, log: _Log, head: _Head, fed: dict[int, Message]) -> None:
-        """Let what is next into history, and what waited for it; nothing is changed unless all of it keeps the rules."""
+        """Let what is next into history, and what waited for it; all of it keeps the rules, or nothing is changed."""
         news: dict[int, int] = {}
         digests = ChainMap(news, log.digests)
         group = self._group
