@@ -105,7 +105,8 @@ class Transport(abc.ABC):
 
         Raises:
             PositionTakenError: If another record is there.
-            UsageError: If the log's name is malformed, the position negative, or the position before it empty.
+            UsageError: If the log's name is malformed, the position negative, the position before it empty, or the
+                record over `deltabus.bus.message.MAX_RECORD_BYTES`.
             AppendUnknownError: If the answer was lost; read the position to learn who won.
             StorageFullError: If the backend has no room; nothing is left behind.
             AccessDeniedError: If the backend refuses to be written.

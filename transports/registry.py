@@ -120,7 +120,7 @@ def open_transport(url: str | os.PathLike[str], **options: object) -> Transport:
     # File names need not be UTF-8; the system's own way to carry such bytes in a string goes through unharmed.
     path = unquote(parts.path, errors="surrogateescape")
     if "\0" in path:
-        raise UsageError("the URL's path holds a zero byte; remove it")
+        raise UsageError("the path holds a zero byte; remove it")
     credentials, _, host = parts.netloc.rpartition("@")
     username, colon, password = credentials.partition(":")
     place = f"{parts.scheme}://{host}{quote(path, safe='/@:+=,~', errors='surrogateescape')}"
@@ -153,6 +153,8 @@ def _split(url: str | os.PathLike[str]) -> tuple[SplitResult, dict[str, str]]:
         except RuntimeError as error:
             raise UsageError(f"path {text!r} begins with an unknown home directory; write it out") from error
         return SplitResult("file", "", quote(os.fsencode(path)), "", ""), {}
+    if any(character < " " or character == "\x7f" for character in text):
+        raise UsageError(f"this {scheme[1]}:// URL holds a control character; write it percent-encoded, or remove it")
     try:
         parts = urlsplit(text)
         _ = parts.port
