@@ -7,6 +7,7 @@ of `Message`, by name. Readers ignore fields that they do not know; a `protocol`
 from __future__ import annotations
 
 import enum
+import math
 import re
 import zlib
 from typing import Annotated
@@ -138,6 +139,8 @@ class Message(Struct, frozen=True, kw_only=True):
             raise ValueError("`group` must name each writer once, the message's own among them")
         if max(self.digest_after, self.digest_before or 0) >= 1 << 64:
             raise ValueError("digests are 64 bits")
+        if not math.isfinite(self.created):
+            raise ValueError("`created` is not a time")  # and a NaN would make a message differ from itself
         if self.kind is Kind.ANCHOR:
             if self.base or self.digest_before is not None or not self.blobs:
                 raise ValueError("an anchor has no `base`, no `digest_before` and at least one blob")
@@ -169,15 +172,15 @@ def encode_message(message: Message) -> bytes:
     Raises:
         UsageError: If a field is out of range, or the record would exceed `MAX_RECORD_BYTES`.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+        if len(body) <= MAX_RECORD_BYTES:
+            _decoder.decode(body)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"a message of writer {message.writer!r} has a field out of range: {error}") from error
     if len(body) > MAX_RECORD_BYTES - len(_MAGIC) - _CRC_BYTES:
         raise UsageError(f"a message of {len(body)} bytes is over the limit of {MAX_RECORD_BYTES}; use less metadata")
-    record = _MAGIC + zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
-    try:
-        _decoder.decode(body)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"a message of writer {message.writer!r} has a field out of range: {error}") from error
-    return record
+    return _MAGIC + zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
 
 def decode_message(record: bytes, *, topic: str = "", writer: str = "", position: int | None = None) -> Message:
