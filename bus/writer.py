@@ -137,7 +137,7 @@ class LogWriter:
         """
         if not _NAME.fullmatch(name):
             raise UsageError(f"blob name {name!r} is not 1-200 letters, digits, '.', '_', '=', '-' without a first '.'")
-        digest = await checksum(data)
+        digest = await self._checked(data)
         return await self._put(f"blobs/{self.writer}/{name}-{digest.hex()[:16]}", data, digest)
 
     async def store_schema(self, data: Buffer) -> Blob:
@@ -148,7 +148,7 @@ class LogWriter:
             FencedError: If another process took the log over.
             TransportError: If the schema cannot be stored.
         """
-        digest = await checksum(data)
+        digest = await self._checked(data)
         return await self._put(f"schemas/{digest.hex()}.json", data, digest)
 
     async def commit(
@@ -209,13 +209,17 @@ class LogWriter:
             self._take_in(message)
             return message
 
-    async def _put(self, key: str, data: Buffer, digest: bytes) -> Blob:
+    async def _checked(self, data: Buffer) -> bytes:
+        """Return the checksum of bytes that may be stored."""
         self._check_open()
         size = memoryview(data).nbytes
         if size > MAX_BLOB_BYTES:
-            raise UsageError(f"blob {key} of {size} bytes is over the limit of {MAX_BLOB_BYTES}; split it into parts")
+            raise UsageError(f"a blob of {size} bytes is over the limit of {MAX_BLOB_BYTES}; split it into parts")
+        return await checksum(data)
+
+    async def _put(self, key: str, data: Buffer, digest: bytes) -> Blob:
         await self._retry.call(f"storing {key} in {self._transport.url}", lambda: self._transport.put(key, data))
-        return Blob(key=key, size=size, checksum=digest)
+        return Blob(key=key, size=memoryview(data).nbytes, checksum=digest)
 
     async def _append(self, record: bytes) -> None:
         identity = hashlib.sha256(record).digest()

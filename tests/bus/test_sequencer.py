@@ -205,7 +205,7 @@ def test_a_message_that_would_let_a_bad_one_in_is_refused_with_it():
     log = [anchor(0, 1), delta(1, 2), delta(2, 4, base=3)]
     sequencer = fed([log[0], log[2]])
     before = picture(sequencer)
-    with pytest.raises(ConflictError, match="delta 2 of writer 'a' .* starts from version 3"):
+    with pytest.raises(ConflictError, match=r"delta 2 of writer 'a' .* starts from version 3"):
         sequencer.feed(log[1])
     assert picture(sequencer) == before
 
