@@ -1,0 +1,10 @@
+"""`python -m deltabus.cli` is `deltabus`."""
+
+from __future__ import annotations
+
+from . import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    main()
