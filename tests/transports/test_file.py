@@ -438,14 +438,18 @@ async def settled(writer, tail, reader):
 
 
 async def test_watching_begins_when_the_directory_appears(topic):
-    async with topic.open() as writer, topic.open(poll=60.0) as reader:
-        async with asyncio.timeout(LIMIT), contextlib.aclosing(reader.tail("main")) as tail:
-            first = asyncio.create_task(anext(tail))
-            await waiting(first)
-            assert not topic.root.exists()
-            await fill(writer, "main", 1)
-            assert await first == (0, b"0")
-            await settled(writer, tail, reader)
+    async with (
+        asyncio.timeout(LIMIT),
+        topic.open() as writer,
+        topic.open(poll=60.0) as reader,
+        contextlib.aclosing(reader.tail("main")) as tail,
+    ):
+        first = asyncio.create_task(anext(tail))
+        await waiting(first)
+        assert not topic.root.exists()
+        await fill(writer, "main", 1)
+        assert await first == (0, b"0")
+        await settled(writer, tail, reader)
 
 
 async def test_one_thread_watches_for_all_tails_and_ends_with_the_last(topic):
