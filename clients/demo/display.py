@@ -157,11 +157,11 @@ class LiveDisplay:
         self._console.print(Text(verdict, style="bold red" if problems else "bold green"))
 
     def _table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for head in ("step", "ver", "kind", "changed", "bytes", "of full", "publish ms\nblk/enc/up"):
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
+        for head in ("step", "ver", "kind", "changed", "bytes", "share", "publish ms\nblk/enc/up"):
             table.add_column(head, justify="left" if head == "kind" else "right", no_wrap=True)
         for name in FOLLOWERS:
-            table.add_column(f"{name.removeprefix('follower-')} ms\n/differ", justify="right", no_wrap=True)
+            table.add_column(f"{name.removeprefix('follower-')}\nms/diff", justify="right", no_wrap=True)
         versions = {*self._ledger.published, *(v for held in self._ledger.applied.values() for v in held)}
         for version in sorted(versions)[-_ROWS:]:
             table.add_row(*self._published(version), *(self._applied(name, version) for name in FOLLOWERS))
@@ -178,7 +178,7 @@ class LiveDisplay:
             str(line.step),
             str(version),
             line.kind,
-            f"{line.density:.3%}",
+            f"{line.density:.2%}",
             human_bytes(line.nbytes),
             f"{share:.2%}",
             times,
