@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary  # by identity: tensors compare element by element
 
 from deltabus.bus.version import VersionVector
 from deltabus.codecs.apply import Target
@@ -18,7 +20,7 @@ class Holdings:
     """
 
     def __init__(self) -> None:
-        self._held: WeakIdKeyDictionary[Tensor, VersionVector] = WeakIdKeyDictionary()
+        self._held: MutableMapping[Tensor, VersionVector] = WeakIdKeyDictionary()
 
     def of(self, target: Target) -> VersionVector | None:
         """Return the state that the model holds; None when that is not known."""

@@ -111,9 +111,11 @@ class Publication:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def succeed(self, published: Published) -> None:
+        """Say that the step is durable; the sender does."""
         if not self._future.done():
             self._future.set_result(published)
 
     def fail(self, error: BaseException) -> None:
+        """Say that the step could not be stored; the sender does."""
         if not self._future.done():
             self._future.set_exception(error)

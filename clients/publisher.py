@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import logging
 import os
@@ -18,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from deltabus.bus.core import LogWriter
-from deltabus.bus.errors import ClosedError, PublishError, UsageError, WaitTimeoutError
+from deltabus.bus.errors import ClosedError, PublishError, UsageError
 from deltabus.bus.message import check_writer_name
 from deltabus.bus.policy import AnchorPolicy, parse_policy
 from deltabus.bus.transport import Transport
 from deltabus.codecs.checkpoint import load_checkpoint
-from deltabus.codecs.digest import digest_of
-from deltabus.codecs.encodings import check_delta_encoding
+from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.shadow import Shadow
 from deltabus.codecs.state import State, collect
 from deltabus.transports import open_transport
@@ -32,7 +30,7 @@ from deltabus.transports import open_transport
 from .bridge import LoopThread
 from .outbox import Outbox
 from .publication import Publication
-from .sender import Sender, readable
+from .sender import Sender
 
 __all__ = ["Publisher"]
 
@@ -42,8 +40,9 @@ _log = logging.getLogger("deltabus.publisher")
 class Publisher:
     """Publishes a model's weights to a topic, step by step; for synchronous training code.
 
-    `publish` takes over what changed before it returns, so the weights may change again at once; encoding and upload go on
-    in the background. Use it as a context manager, or call `close`: what is not closed may be lost when the process ends.
+    `publish` takes over what changed before it returns, so the weights may change again at once; encoding and upload go
+    on in the background. Use it as a context manager, or call `close`: what is not closed may be lost when the process
+    ends.
 
     Args:
         url: The topic, such as `file:///data/run-7`.
@@ -52,8 +51,8 @@ class Publisher:
             When its bits are those of the topic's newest version, the chain of deltas goes on; without it, or when they
             differ, the first publication is an anchor.
         select: Which tensors to publish: a predicate on canonical names, or a list of glob patterns. None is all.
-        dtype: The float dtype in which floating-point tensors are published, rounded as `tensor.to(dtype)` does; such
-            as `torch.bfloat16` for float32 master weights. None is each tensor's own.
+        dtype: The float dtype in which floating-point tensors are published, rounded as `tensor.to(dtype)` does;
+            such as `torch.bfloat16` for float32 master weights. None is each tensor's own.
         anchor: When to publish the whole state besides: `"adaptive"` (when the deltas since the last anchor outweigh a
             share of it), a number of steps, `"never"` (first and on request only), or an `AnchorPolicy`.
         on_busy: What `publish` does while earlier steps are on their way: `"coalesce"` folds steps into one message, so
@@ -85,8 +84,8 @@ class Publisher:
     ) -> None:
         if on_busy not in ("coalesce", "wait"):
             raise UsageError(f"on_busy={on_busy!r} is not 'coalesce' or 'wait'")
-        if encoding is not None:
-            check_delta_encoding(encoding)
+        if encoding is not None and encoding not in ENCODINGS:
+            raise UsageError(f"encoding={encoding!r} is not one of {', '.join(ENCODINGS)}")
         self._writer_name = check_writer_name(writer)
         self._select, self._dtype, self._on_busy, self._timeout = select, dtype, on_busy, timeout
         policy = parse_policy(anchor)
@@ -97,6 +96,7 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
         self._anchor_asked = False
+        self._fatal_told = False
         self._loop = LoopThread(f"deltabus publisher of {self.url}")
         try:
             self._sender, self._task = self._loop.run(
@@ -155,8 +155,8 @@ class Publisher:
             UsageError: If the model or an argument cannot be published.
             UnsupportedTensorError: If a tensor is of a kind that cannot be published.
             SchemaMismatchError: If names collide.
-            PublishError: If an earlier step could not be stored; its cause is chained. Nothing of this step was captured.
-                The next `publish` carries on: it leads from the last state that readers can have.
+            PublishError: If an earlier step could not be stored; its cause is chained. Nothing of this step was
+                captured. The next `publish` carries on: it leads from the last state that readers can have.
             FencedError: If another process took this writer's log over. This one must stop.
             WaitTimeoutError: If `on_busy="wait"` and the backend is too slow.
             ClosedError: If the publisher was closed.
@@ -173,8 +173,11 @@ class Publisher:
             if self._on_busy == "wait":
                 self._outbox.wait_until_free(self._timeout)
                 self._raise_failure()
-            anchor, self._anchor_asked = self._anchor_asked, False
-            return self._outbox.capture(step, state, metadata=dict(metadata or {}), anchor=anchor, called=called)
+            publication = self._outbox.capture(
+                step, state, metadata=dict(metadata or {}), anchor=self._anchor_asked, called=called
+            )
+            self._anchor_asked = False
+            return publication
         finally:
             self._publishing.release()
 
@@ -213,7 +216,8 @@ class Publisher:
         if self._closed:
             return
         try:
-            self.flush(timeout)
+            if not self._fatal_told:
+                self.flush(timeout)
         finally:
             self._closed = True
             self._farewell.detach()
@@ -237,7 +241,7 @@ class Publisher:
         if newest is None or newest.schema.checksum != state.schema.checksum:
             return
         shadow = Shadow.of(state, pool=self._pool)
-        if shadow.digest(pool=self._pool) == newest.digest_after and readable(self._sender.history, newest):
+        if shadow.digest(pool=self._pool) == newest.digest_after and self._sender.readable(newest):
             self._outbox.start_from(shadow)
         else:
             _log.info("%s: the model is not version %d; an anchor will be published", self.url, newest.version)
@@ -248,13 +252,11 @@ class Publisher:
 
     def _raise_failure(self) -> None:
         if self._sender.fatal is not None:
-            self._sender.failure = None
+            self._fatal_told = True
             raise self._sender.fatal
         if self._task.done():
             self._task.result()
         failure, self._sender.failure = self._sender.failure, None
-        if isinstance(failure, WaitTimeoutError):
-            raise failure
         if failure is not None:
             raise PublishError(
                 f"an earlier step could not be stored in {self.url}: {failure} Nothing is lost yet: publish again and "

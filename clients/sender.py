@@ -83,6 +83,14 @@ class Sender:
         """The message of the newest durable state."""
         return self._durable
 
+    def readable(self, message: Message) -> bool:
+        """Return whether a reader that holds nothing can reach the state of a message of this log."""
+        try:
+            plan(self._writer.history, have=None, target=message.state)
+        except RetentionGapError:
+            return False
+        return True
+
     @property
     def idle(self) -> bool:
         """Whether everything captured is durable, or has failed."""
@@ -288,12 +296,3 @@ def since_anchor(history: list[Message]) -> SinceAnchor:
     for message in history:
         since = since.after_anchor(message.nbytes) if message.kind is Kind.ANCHOR else since.after_delta(message.nbytes)
     return since
-
-
-def readable(history: list[Message], message: Message) -> bool:
-    """Return whether a reader that holds nothing can reach the state of a message."""
-    try:
-        plan(history, have=None, target=message.state)
-    except RetentionGapError:
-        return False
-    return True

@@ -88,7 +88,9 @@ class Stager:
         for segment in schema.segments:
             shadow.load(segment.index, await in_thread(target.read, segment.index))
         if await in_thread(shadow.digest, self._pool) != digest:
-            raise DivergedError("the model given as `have` changed while it was read; leave it alone until the first update")
+            raise DivergedError(
+                "the model given as `have` changed while it was read; leave it alone until the first update"
+            )
         self._shadow, self._digest = shadow, digest
         self.state = max(known, key=lambda message: message.version).state
         return target
@@ -116,11 +118,13 @@ class Stager:
         changes: Changes | None = None
         if message.kind is Kind.DELTA:
             shadow = self._check_base(message, known)
-            changes = await self._decode(message, download, lambda p: decode_delta(p, schema, shadow.read, pool=self._pool))
+            changes = await self._decode(
+                message, download, lambda parts: decode_delta(parts, schema, shadow.read, pool=self._pool)
+            )
         elif known is not None:
-            changes = await self._decode(message, download, lambda p: self._compare(p, known))
+            changes = await self._decode(message, download, lambda parts: self._compare(parts, known))
         else:
-            fresh = await self._decode(message, download, lambda p: self._build(p, schema))
+            fresh = await self._decode(message, download, lambda parts: self._build(parts, schema))
 
         base, base_digest = self.state, self._digest
         if fresh is not None:
@@ -130,8 +134,8 @@ class Stager:
             digest = (self._digest + await in_thread(digest_delta, changes)) & _MASK
         if digest != message.digest_after:
             raise CorruptPayloadError(
-                f"{_name(message)} leads to digest {digest:016x}, but says {message.digest_after:016x}; the model was not "
-                "touched: fetch it again, or let the trainer publish an anchor"
+                f"{_name(message)} leads to digest {digest:016x}, but says {message.digest_after:016x}; nothing was "
+                "written: fetch it again, or let the trainer publish an anchor"
             )
         if fresh is not None:
             self._shadow = fresh
@@ -173,9 +177,7 @@ class Stager:
             shadow.load(index, bits)
         return shadow
 
-    async def _decode(
-        self, message: Message, download: list[float], decode: Callable[[Iterator[bytes]], _T]
-    ) -> _T:
+    async def _decode(self, message: Message, download: list[float], decode: Callable[[Iterator[bytes]], _T]) -> _T:
         """Run a decoder in a thread, over parts that are fetched ahead of it."""
         loop = asyncio.get_running_loop()
         parts = self._fetch_all(message.blobs)
@@ -239,4 +241,3 @@ async def in_thread(
 
 def _name(message: Message) -> str:
     return f"{message.kind} {message.position} of writer {message.writer} (version {message.version})"
-

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from deltabus.bus.core import TopicReader
-from deltabus.bus.errors import ClosedError, ProtocolError, RetentionGapError, UsageError, WaitTimeoutError
+from deltabus.bus.errors import ClosedError, ProtocolError, RetentionGapError, WaitTimeoutError
 from deltabus.bus.message import Message
 from deltabus.bus.planner import plan
 from deltabus.bus.sequencer import Cut, Sequencer
@@ -39,8 +39,8 @@ _AHEAD = 2
 class Subscriber:
     """Follows a topic: `async with` it, and `async for` over its updates.
 
-    The next updates are downloaded, decoded and verified while the current one is in use. A subscriber keeps one copy of
-    the weights besides the model's own: deltas are decoded against it.
+    The next updates are downloaded, decoded and verified while the current one is in use. A subscriber keeps one copy
+    of the weights besides the model's own: deltas are decoded against it.
 
     Args:
         url: The topic, such as `file:///data/run-7`.
@@ -76,6 +76,7 @@ class Subscriber:
         self._ready: deque[Staged] = deque()
         self._handover = asyncio.Condition()
         self._news = asyncio.Event()
+        self._taken = asyncio.Event()
         self._failure: BaseException | None = None
         self._current: Update | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -98,8 +99,7 @@ class Subscriber:
             await self._transport.__aenter__()
             self._reader = TopicReader(self._transport)
             self._stager = Stager(self._reader, self._pool)
-            for message in await self._reader.load():
-                self._sequencer.feed(message)
+            self._enter(await self._reader.load())
         except BaseException:
             await self.aclose()
             raise
@@ -132,17 +132,15 @@ class Subscriber:
         try:
             async with asyncio.timeout(self._idle_timeout), self._handover:
                 await self._handover.wait_for(lambda: self._ready or self._failure or self._closed)
-                if self._closed and not self._ready:
-                    raise StopAsyncIteration
-                if not self._ready:
-                    assert self._failure is not None
-                    raise self._failure
-                staged = self._ready.popleft()
-                self._handover.notify_all()
         except TimeoutError as error:
-            if self._failure is error:
-                raise
             raise WaitTimeoutError(f"{self.url} brought no update within {self._idle_timeout} s") from error
+        # From here on nothing waits: a cancelled call takes nothing away.
+        if not self._ready:
+            if self._failure is not None:
+                raise self._failure
+            raise StopAsyncIteration
+        staged = self._ready.popleft()
+        self._taken.set()
         skipped = self._current.retire() if self._current else None
         if skipped is not None:
             staged = skipped.followed_by(staged)
@@ -184,7 +182,7 @@ class Subscriber:
             loop.run(self.aclose())
             loop.stop()
 
-    async def _guard(self, work: Any) -> None:
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Hand an error of a background task to whoever waits for updates."""
         try:
             await work
@@ -195,8 +193,14 @@ class Subscriber:
 
     async def _follow(self) -> None:
         async for message in self._reader.follow():
-            self._sequencer.feed(message)
+            self._enter([message])
             self._news.set()
+
+    def _enter(self, messages: list[Message]) -> None:
+        for writer, start in self._reader.starts.items():
+            self._sequencer.begin(writer, start)
+        for message in messages:
+            self._sequencer.feed(message)
 
     async def _produce(self) -> None:
         if self._have is not None:
@@ -251,7 +255,9 @@ class Subscriber:
         async with self._handover:
             if self._latest and self._ready:
                 self._ready[-1] = self._ready[-1].followed_by(staged)
-                return
-            await self._handover.wait_for(lambda: len(self._ready) < _AHEAD)
-            self._ready.append(staged)
+            else:
+                self._ready.append(staged)
             self._handover.notify_all()
+        while not self._latest and len(self._ready) >= _AHEAD:
+            self._taken.clear()
+            await self._taken.wait()

@@ -169,8 +169,8 @@ class Update:
     def apply(self, model: nn.Module | MutableMapping[str, Tensor]) -> None:
         """Write the update into a model, in place: all of it, or on any error nothing.
 
-        Every element that is touched must hold the bits that the publisher had. A model that this subscriber sees for the
-        first time is compared whole, by its digest. Applying an update to a model that already holds its state does
+        Every element that is touched must hold the bits that the publisher had. A model that this subscriber sees for
+        the first time is compared whole, by its digest. Applying an update to a model that already holds its state does
         nothing.
 
         Args:
@@ -190,12 +190,14 @@ class Update:
         target = Target.bind(model, self._staged.schema)
         held = self._holdings.of(target)
         if held != self.state:
-            if self._staged.base is None:
-                self._load(target)
-            else:
+            if self._staged.base is not None:
                 self._check_base(target, held)
-                if self._staged.changes is not None:
-                    target.apply(self._staged.changes)
+            # Should the write fail and be impossible to take back, the model is one that nothing is known of.
+            self._holdings.forget(target)
+            if self._staged.base is None:
+                target.load(self._staged.read)
+            elif self._staged.changes is not None:
+                target.apply(self._staged.changes)
             self._holdings.record(target, self.state)
         self.applied = True
         self.seconds["apply"] = time.perf_counter() - started
@@ -204,18 +206,14 @@ class Update:
         """Say that the update was taken in some other way than `apply`, and need not be folded into the next."""
         self.applied = True
 
-    def _load(self, target: Target) -> None:
-        self._holdings.forget(target)
-        target.load(self._staged.read)
-
     def _check_base(self, target: Target, held: VersionVector | None) -> None:
         base = self._staged.base
         if held == base:
             return
         if held is not None:
             raise DivergedError(
-                f"the model holds {held}, and this update leads from {base} to {self.state}; apply updates in order, or "
-                "open a subscriber with have=model"
+                f"the model holds {held}, and this update leads from {base} to {self.state}; apply updates in order, "
+                "or open a subscriber with have=model"
             )
         digest = target.digest()
         if digest != self._staged.base_digest:

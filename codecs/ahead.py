@@ -31,7 +31,8 @@ def in_order(work: Callable[[_T], _R], items: Iterable[_T], *, pool: Executor | 
     try:
         begun.extend(pool.submit(work, item) for item in islice(source, ahead))
         while begun:
-            result = begun.popleft().result()
+            result = begun[0].result()
+            begun.popleft()
             begun.extend(pool.submit(work, item) for item in islice(source, 1))
             yield result
     finally:
