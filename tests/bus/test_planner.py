@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -110,6 +111,12 @@ def test_an_earlier_version_is_reached_from_an_anchor():
 def test_what_is_had_is_preferred_to_an_equally_cheap_anchor():
     messages = [anchor(0, 1), delta(1, 2, size=5), anchor(2, 2, size=5)]
     assert versions(plan(messages, have=at(1), target=at(2)).messages) == [(1, 2)]
+
+
+def test_of_equal_messages_the_first_in_the_log_is_taken():
+    messages = [anchor(0, 1), delta(1, 2), delta(2, 2), anchor(3, 1)]
+    for order in itertools.permutations(messages):
+        assert plan(order, have=None, target=at(2)).messages == tuple(messages[:2])
 
 
 def test_writers_are_planned_one_by_one():

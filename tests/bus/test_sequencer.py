@@ -175,6 +175,7 @@ def bad_logs() -> dict[str, list[Message]]:
         "anchor repeats with another digest": [*good, anchor(2, 1, digest_after=other)],
         "delta repeats with another digest": [*good, delta(2, 3), delta(3, 3, base=1, digest_after=other)],
         "version skipped earlier": [anchor(0, 1), delta(1, 5, base=1), anchor(2, 3)],
+        "version skipped before a late anchor": [anchor(0, 1), delta(1, 5, base=1), anchor(2, 1), anchor(3, 3)],
         "delta to a version skipped earlier": [anchor(0, 1), delta(1, 5, base=1), delta(2, 3, base=1)],
         "base unknown": [*good, delta(2, 4, base=3)],
         "base unknown at the start": [delta(0, 2, base=1)],
@@ -277,6 +278,16 @@ def test_versions_that_retention_removed_are_taken_at_their_word_once():
             sequencer.feed(wrong)
 
 
+def test_only_versions_that_retention_may_have_removed_are_taken_at_their_word():
+    sequencer = fed([anchor(0, 1), delta(1, 5, base=1)])
+    sequencer.begin("a", 4)
+    sequencer.feed(delta(4, 9))
+    for wrong in (delta(5, 10, base=3), anchor(5, 4)):
+        with pytest.raises(ConflictError):
+            sequencer.feed(wrong)
+    sequencer.feed(anchor(5, 6))
+
+
 def test_beginning_later_lets_in_what_waited_or_changes_nothing():
     log = [anchor(6, 1), delta(7, 2, digest_before=7)]
     sequencer = fed(log)
@@ -353,6 +364,15 @@ def test_a_group_that_takes_a_step_again_cuts_at_its_newest_versions():
     random.Random(1).shuffle(messages)
     assert [cut.state["a"] for cut in cuts(fed(messages))] == [1, 2, 5, 6]
     assert all(cut.state["a"] == cut.state["b"] for cut in cuts(fed(messages)))
+
+
+def test_the_late_anchor_of_a_step_that_was_taken_again_does_not_bring_back_its_old_version():
+    shared = {"step": 4, "group": ("a", "b")}
+    sequencer = Sequencer()
+    sequencer.begin("a", 10)
+    for message in (delta(10, 8, **shared), anchor(11, 6, **shared), anchor(0, 1, writer="b", **shared)):
+        sequencer.feed(message)
+    assert states(sequencer) == [{"a": 8, "b": 1}]
 
 
 @given(logs("a", ("a", "b")), logs("b", ("a", "b")), ORDERS)
