@@ -1,0 +1,454 @@
+"""The inference side, against real topics."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from deltabus import Publisher, Subscriber
+from deltabus.bus.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptPayloadError,
+    DivergedError,
+    MessageFormatError,
+    SchemaMismatchError,
+    StaleUpdateError,
+    UnknownSchemeError,
+    WaitTimeoutError,
+)
+from deltabus.bus.message import decode_message, encode_message
+from deltabus.codecs.checkpoint import save_checkpoint
+from deltabus.codecs.state import collect
+from deltabus.transports import open_transport
+from deltabus.transports.memory import drop_topic
+
+from .support import LIMIT, bits, faulty, small_model, train
+
+
+@pytest.fixture
+def url(request):
+    name = request.node.name.replace("[", "-").replace("]", "")
+    yield f"memory://{name}"
+    drop_topic(name)
+
+
+class Trainer:
+    """Publishes a small model step by step, and remembers every state."""
+
+    def __init__(self, url, **options):
+        self.model = small_model()
+        self.states = {}
+        self.step = -1
+        self.publisher = Publisher(url, on_busy="wait", **options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.publisher.close()
+
+    def publish(self, steps=1):
+        for _ in range(steps):
+            self.step += 1
+            train(self.model, self.step)
+            self.states[self.step] = bits(self.model)
+            published = self.publisher.publish(self.step, self.model).result(LIMIT)
+        return published
+
+
+async def test_newcomer_gets_the_newest_state_in_one_update(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish(5)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            update = await anext(subscriber)
+            update.apply(held)
+    assert (update.step, update.version, update.whole, update.base) == (4, 5, True, None)
+    assert [message.version for message in update.messages] == [1, 2, 3, 4, 5]
+    assert update.nbytes == sum(message.nbytes for message in update.messages)
+    assert {"download", "decode", "apply"} == set(update.seconds)
+    assert update.applied
+    assert bits(held) == trainer.states[4]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+async def test_follower_gets_each_step_once_and_in_order(url, tmp_path, scheme):
+    url = url if scheme == "memory" else tmp_path.as_uri()
+    held, seen = small_model(9), []
+    async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
+        with Trainer(url) as trainer:
+            trainer.publish()
+            publishing = asyncio.create_task(asyncio.to_thread(trainer.publish, 20))
+            async for update in subscriber:
+                update.apply(held)
+                assert bits(held) == trainer.states[update.step]
+                seen.append(update.step)
+                if update.step == 20:
+                    break
+            await publishing
+    assert seen == list(range(21))
+
+
+async def test_latest_folds_what_has_piled_up(url):
+    held = small_model(9)
+    with Trainer(url, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            trainer.publish(10)
+            steps = []
+            while not steps or steps[-1] != 10:
+                update = await anext(subscriber)
+                update.apply(held)
+                assert bits(held) == trainer.states[update.step]
+                assert not update.whole
+                steps.append(update.step)
+    assert steps == sorted(set(steps))
+
+
+async def test_restarted_follower_goes_on_from_what_its_model_holds(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish(3)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+        trainer.publish(3)
+        async with Subscriber(url, have=held, latest=False, idle_timeout=LIMIT) as subscriber:
+            versions = []
+            for _ in range(3):
+                update = await anext(subscriber)
+                assert not update.whole
+                update.apply(held)
+                assert bits(held) == trainer.states[update.step]
+                versions.append(update.version)
+    assert versions == [4, 5, 6]
+
+
+async def test_local_checkpoint_that_is_recognised_saves_the_anchor(url, tmp_path, monkeypatch):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish(2)
+        state = collect(trainer.model)
+        save_checkpoint(tmp_path / "checkpoint", state.schema, state.read)
+        held.load_state_dict(trainer.model.state_dict())
+        trainer.publish(2)
+        with faulty(monkeypatch) as faults:
+            async with Subscriber(url, have=tmp_path / "checkpoint", idle_timeout=LIMIT) as subscriber:
+                update = await anext(subscriber)
+                update.apply(held)
+    assert str(update.base) == "trainer@2"
+    assert bits(held) == trainer.states[3]
+    assert not [key for operation, key in faults.calls if operation == "get" and "anchor" in key]
+
+
+async def test_unknown_weights_are_replaced_and_said_to_be_unknown(url, caplog):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish(2)
+        async with Subscriber(url, have=held, idle_timeout=LIMIT) as subscriber:
+            update = await anext(subscriber)
+            update.apply(held)
+    assert update.whole and bits(held) == trainer.states[1]
+    assert "none of the topic's states" in caplog.text
+
+
+async def test_reader_may_come_before_the_topic(url, tmp_path):
+    held = small_model(9)
+    topic = tmp_path / "later"
+    async with Subscriber(topic, have=held, idle_timeout=LIMIT) as subscriber:
+        waiting = asyncio.create_task(anext(subscriber))
+        with Trainer(topic) as trainer:
+            await asyncio.to_thread(trainer.publish)
+            (await waiting).apply(held)
+    assert bits(held) == trainer.states[0]
+
+
+async def test_update_that_was_not_applied_is_folded_into_the_next(url):
+    held = small_model(9)
+    with Trainer(url, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
+            first = await anext(subscriber)
+            trainer.publish(3)
+            second = await anext(subscriber)
+            with pytest.raises(StaleUpdateError):
+                first.apply(held)
+            assert second.whole and second.step == 1
+            second.apply(held)
+            assert bits(held) == trainer.states[1]
+            third, fourth = await anext(subscriber), await anext(subscriber)
+            assert (third.step, fourth.step) == (2, 3)
+            assert str(fourth.base) == "trainer@2"
+            with pytest.raises(StaleUpdateError):
+                third.apply(held)
+            fourth.apply(held)
+            assert bits(held) == trainer.states[3]
+
+
+async def test_failed_apply_changes_nothing_and_can_be_made_good(url, monkeypatch):
+    held = small_model(9)
+    with Trainer(url, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            before = bits(held)
+            trainer.publish(2)
+            update = await anext(subscriber)
+            real, calls = torch.Tensor.put_, []
+
+            def failing(self, *arguments):
+                calls.append(self)
+                if len(calls) == 2:
+                    raise RuntimeError("device lost")
+                return real(self, *arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "put_", failing)
+                with pytest.raises(RuntimeError, match="device lost"):
+                    update.apply(held)
+            assert len(calls) > 2 and bits(held) == before and not update.applied
+            later = await anext(subscriber)
+            later.apply(held)
+            assert bits(held) == trainer.states[2]
+
+
+async def test_applying_twice_does_nothing_the_second_time(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            trainer.publish()
+            update = await anext(subscriber)
+            update.apply(held)
+            update.apply(held)
+    assert bits(held) == trainer.states[1]
+
+
+async def test_drift_at_a_touched_element_is_refused_with_the_tensor_s_name(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            with torch.no_grad():
+                held["inner"].weight.mul_(-1)
+            before = bits(held)
+            trainer.publish()
+            update = await anext(subscriber)
+            with pytest.raises(DivergedError, match=r"inner\.weight") as caught:
+                update.apply(held)
+            assert caught.value.tensor == "inner.weight"
+            assert bits(held) == before
+
+
+async def test_model_that_was_never_seen_is_compared_whole(url):
+    held, stranger = small_model(9), small_model(10)
+    with Trainer(url) as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            twin = small_model(9)
+            twin.load_state_dict(held.state_dict())
+            trainer.publish()
+            update = await anext(subscriber)
+            before = bits(stranger)
+            with pytest.raises(DivergedError, match="digest"):
+                update.apply(stranger)
+            assert bits(stranger) == before
+            update.apply(twin)
+            update.apply(held)
+    assert bits(twin) == bits(held) == trainer.states[1]
+
+
+async def test_model_that_missed_an_update_is_refused(url):
+    one, two = small_model(9), small_model(10)
+    with Trainer(url, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
+            first = await anext(subscriber)
+            first.apply(one)
+            first.apply(two)
+            trainer.publish(2)
+            (await anext(subscriber)).apply(one)
+            update = await anext(subscriber)
+            update.apply(one)
+            with pytest.raises(DivergedError, match="trainer@1"):
+                update.apply(two)
+    assert bits(two) == trainer.states[0]
+
+
+async def test_models_that_do_not_fit_are_refused_before_anything_is_written(url):
+    with Trainer(url) as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            update = await anext(subscriber)
+            for wrong in (nn.Linear(40, 60), small_model(dtype=torch.float32)):
+                before = bits(wrong)
+                with pytest.raises(SchemaMismatchError):
+                    update.apply(wrong)
+                assert bits(wrong) == before
+
+
+async def test_dict_and_wrapped_module_can_be_updated(url):
+    held = small_model(9)
+    wrapped = nn.Module()
+    wrapped.module = small_model(8)
+    tensors = {name: tensor.clone() for name, tensor in held.state_dict().items()}
+    with Trainer(url) as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            for _ in range(2):
+                update = await anext(subscriber)
+                update.apply(tensors)
+                update.apply(wrapped)
+                trainer.publish()
+    assert bits(wrapped.module) == trainer.states[update.step]
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in wrapped.module.state_dict().items())
+
+
+async def test_other_branch_of_a_restarted_trainer_is_taken_as_a_difference(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish(3)
+        old = small_model()
+        for step in range(2):
+            train(old, step)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            with Publisher(url) as successor:
+                assert successor.publish(1, old).result(LIMIT).kind == "anchor"
+            update = await anext(subscriber)
+            update.apply(held)
+    assert not update.whole and update.changed < update.total / 2
+    assert bits(held) == bits(old) == trainer.states[1]
+
+
+async def test_wait_has_a_limit_and_can_be_taken_up_again(url):
+    held = small_model(9)
+    async with Subscriber(url, idle_timeout=0.05) as subscriber:
+        with pytest.raises(WaitTimeoutError, match="no update"):
+            await anext(subscriber)
+        with Trainer(url) as trainer:
+            trainer.publish()
+        subscriber._idle_timeout = LIMIT
+        (await anext(subscriber)).apply(held)
+    assert bits(held) == trainer.states[0]
+
+
+async def test_cancelled_wait_loses_nothing(url):
+    held = small_model(9)
+    async with Subscriber(url, latest=False) as subscriber:
+        for _ in range(3):
+            waiting = asyncio.create_task(anext(subscriber))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        with Trainer(url) as trainer:
+            trainer.publish(3)
+        for step in range(3):
+            update = await asyncio.wait_for(anext(subscriber), LIMIT)
+            update.apply(held)
+            if step == 0:
+                assert update.step in range(3)
+            if update.step == 2:
+                break
+    assert bits(held) == trainer.states[2]
+
+
+async def test_damaged_blob_stops_the_follower_before_anything_is_written(tmp_path):
+    held = small_model(9)
+    with Trainer(tmp_path, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(tmp_path, latest=False, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+        published = trainer.publish()
+    blob = tmp_path / published.message.blobs[0].key
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    before = bits(held)
+    async with Subscriber(tmp_path, have=held, idle_timeout=LIMIT) as subscriber:
+        for _ in range(2):
+            with pytest.raises(CorruptPayloadError, match=published.message.blobs[0].key):
+                await anext(subscriber)
+    assert bits(held) == before
+
+
+async def test_payload_that_leads_elsewhere_than_its_message_says_is_refused(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        message = trainer.publish(2).message
+    lie = replace(message, digest_after=message.digest_after ^ 1)
+    (tmp_path / "logs" / "trainer" / f"{1:020}").write_bytes(encode_message(lie))
+    async with Subscriber(tmp_path, idle_timeout=LIMIT) as subscriber:
+        with pytest.raises(CorruptPayloadError, match="leads to digest"):
+            await anext(subscriber)
+
+
+async def test_foreign_and_contradicting_topics_are_refused(tmp_path):
+    log = tmp_path / "foreign" / "logs" / "trainer"
+    log.mkdir(parents=True)
+    (log / f"{0:020}").write_bytes(b"something else")
+    with pytest.raises(MessageFormatError):
+        async with Subscriber(tmp_path / "foreign"):
+            pass
+    with Trainer(tmp_path / "topic") as trainer:
+        trainer.publish(2)
+    async with open_transport(tmp_path / "topic") as transport:
+        last = decode_message((await transport.read("trainer"))[1].data)
+        rewritten = replace(last, position=2, version=2, digest_after=last.digest_after ^ 1)
+        await transport.append("trainer", 2, encode_message(rewritten))
+    with pytest.raises(ConflictError):
+        async with Subscriber(tmp_path / "topic"):
+            pass
+
+
+async def test_closed_subscriber_ends_the_loop(url):
+    subscriber = Subscriber(url)
+    with pytest.raises(ClosedError, match="async with"):
+        await anext(subscriber)
+    async with subscriber:
+        waiting = asyncio.create_task(anext(subscriber, None))
+        await asyncio.sleep(0)
+        await subscriber.aclose()
+        assert await waiting is None
+    with pytest.raises(ClosedError):
+        async with subscriber:
+            pass
+    with pytest.raises(UnknownSchemeError):
+        Subscriber("pigeon://run-7")
+
+
+async def test_nothing_runs_on_behind_a_closed_subscriber(url):
+    tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
+    with Trainer(url) as trainer:
+        trainer.publish(3)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            await anext(subscriber)
+        async with Subscriber(url):
+            pass
+    assert asyncio.all_tasks() == tasks
+    left = {thread.name for thread in threading.enumerate() if thread not in threads}
+    assert not [name for name in left if not name.startswith("asyncio_")]
+
+
+def test_synchronous_loop(url):
+    held = small_model(9)
+    with Trainer(url) as trainer:
+        trainer.publish()
+        before = set(threading.enumerate())
+        for update in Subscriber(url, idle_timeout=LIMIT).sync():
+            update.apply(held)
+            assert bits(held) == trainer.states[update.step]
+            if update.step == 3:
+                break
+            trainer.publish()
+        assert set(threading.enumerate()) <= before
+        with pytest.raises(WaitTimeoutError):
+            for _ in Subscriber(url, have=held, idle_timeout=0.05).sync():
+                pass
