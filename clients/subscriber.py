@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -103,7 +103,7 @@ class Subscriber:
         except BaseException:
             await self.aclose()
             raise
-        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._follow(), self._produce())]
+        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._follow, self._produce)]
         return self
 
     async def __aexit__(
@@ -182,10 +182,10 @@ class Subscriber:
             loop.run(self.aclose())
             loop.stop()
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         """Hand an error of a background task to whoever waits for updates."""
         try:
-            await work
+            await work()
         except Exception as error:
             async with self._handover:
                 self._failure = self._failure or error
