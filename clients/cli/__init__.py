@@ -18,6 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: As on the command line; None takes them from there.
     """
-    from .app import app
+    from .interrupts import INTERRUPTED, importing
 
+    try:
+        with importing():
+            from .app import app
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     app(args=None if arguments is None else list(arguments), prog_name="deltabus")

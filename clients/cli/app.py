@@ -12,11 +12,12 @@ from typer.core import TyperGroup
 
 from deltabus.bus.errors import DeltabusError, UsageError
 
+from .interrupts import INTERRUPTED, importing
 from .output import Bar, print_error, print_json
 
-__all__ = ["app"]
+__all__ = ["app", "demo", "inspect", "log", "pull", "push", "verify"]
 
-_FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
+_FAILED, _MISUSED = 1, 2
 
 
 class _Group(TyperGroup):
@@ -27,7 +28,7 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print_error("interrupted")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
         except DeltabusError as error:
             if ctx.params.get("debug"):
                 raise
@@ -77,7 +78,8 @@ def demo(
     json: _Json = False,
 ) -> None:
     """Fine-tune a real model, follow it, kill things, and compare every bit."""
-    from deltabus.demo import run_demo
+    with importing():
+        from deltabus.demo import run_demo
 
     raise typer.Exit(run_demo(url, steps, json=json, keep=keep))
 
@@ -90,7 +92,8 @@ def log(
     last: Annotated[int | None, typer.Option(min=0, help="Show so many of the newest messages of each log.")] = None,
 ) -> None:
     """Show what was published."""
-    from .log import print_log, read_log
+    with importing():
+        from .log import print_log, read_log
 
     found = read_log(url, writer=writer, last=last, now=time.time())
     (print_json if json else print_log)(found)
@@ -107,10 +110,11 @@ def pull(
     json: _Json = False,
 ) -> None:
     """Write a version as a safetensors checkpoint; a repeated call goes on where the last one failed."""
-    from dataclasses import asdict
+    with importing():
+        from dataclasses import asdict
 
-    from .output import size_text
-    from .pull import pull_version
+        from .output import size_text
+        from .pull import pull_version
 
     with Bar() as bar:
         pulled = pull_version(url, directory, version=version, writer=writer, force=force, meter=bar)
@@ -139,9 +143,10 @@ def push(
     json: _Json = False,
 ) -> None:
     """Publish existing checkpoints, in the order of their steps."""
-    from .log import print_log
-    from .output import count_text
-    from .push import find_steps, push_checkpoints
+    with importing():
+        from .log import print_log
+        from .output import count_text
+        from .push import find_steps, push_checkpoints
 
     found = find_steps(checkpoints, step)
     with Bar() as bar:
@@ -164,7 +169,8 @@ def verify(
     writer: Annotated[str | None, typer.Option(help="Whose log; by default all.")] = None,
 ) -> None:
     """Check that all of a topic is there, whole, and what it says it is."""
-    from .verify import print_report, verify_topic
+    with importing():
+        from .verify import print_report, verify_topic
 
     with Bar() as bar:
         report = verify_topic(url, writer=writer, meter=bar)
@@ -181,7 +187,8 @@ def inspect(
     json: _Json = False,
 ) -> None:
     """Show what one file of a topic holds, and whether it is whole."""
-    from .inspect import inspect_file, print_inspection
+    with importing():
+        from .inspect import inspect_file, print_inspection
 
     found = inspect_file(file)
     (print_json if json else print_inspection)(found)

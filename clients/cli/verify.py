@@ -255,7 +255,7 @@ def print_report(report: Report) -> None:
         print(plain_text(str(problem)))
     print(
         f"{count_text(report.records, 'record')} and {count_text(report.blobs, 'blob')} ({size_text(report.nbytes)}) "
-        f"read; {count_text(report.replayed, 'message')} decoded to the digests that they say, {report.unreachable} not "
-        "reachable"
+        f"read; {count_text(report.replayed, 'message')} decoded to the digests that they say, "
+        f"{report.unreachable} not reachable"
     )
     print("the topic is whole" if report.ok else f"{count_text(len(report.problems), 'problem')} found")

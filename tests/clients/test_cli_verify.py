@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from deltabus.bus.errors import DeltabusError
+from deltabus.bus.message import Kind
+from deltabus.cli.app import app
+from deltabus.cli.history import check_log, decode_log
+from deltabus.cli.verify import verify_topic
+from deltabus.publisher import Publisher
+
+from .cli_topic import make_topic
+
+
+@pytest.fixture(scope="module")
+def topic(tmp_path_factory):
+    return make_topic(tmp_path_factory.mktemp("verify") / "topic")
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """One anchor, then seven deltas."""
+    return make_topic(tmp_path_factory.mktemp("verify") / "chain", anchor="never")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="deltabus")
+
+
+def found_in(topic):
+    report = verify_topic(topic.url)
+    assert report.ok == (not report.problems)
+    return [(problem.position, problem.key) for problem in report.problems], report
+
+
+def test_a_topic_as_it_was_published_is_whole(topic):
+    places, report = found_in(topic)
+    assert places == []
+    assert (report.records, report.replayed, report.unreachable) == (len(topic.records), len(topic.records), 0)
+    assert any(m.kind is Kind.ANCHOR for m in topic.messages[1:])
+    assert report.blobs == len(topic.records) + 1
+    assert report.nbytes == sum(path.stat().st_size for path in topic.path.rglob("*/*") if _is_blob(topic, path))
+    shown = run("verify", topic.url)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert shown.stdout.endswith("the topic is whole\n")
+
+
+def _is_blob(topic, path):
+    return path.is_file() and "logs" not in path.relative_to(topic.path).parts
+
+
+def test_a_flipped_byte_is_found_and_what_follows_is_still_looked_at(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    for position in (2, 5):
+        content = bytearray(copy.blob(position).read_bytes())
+        content[len(content) // 2] ^= 16
+        copy.blob(position).write_bytes(content)
+    places, report = found_in(copy)
+    assert places == [(p, copy.messages[p].blobs[0].key) for p in (2, 5)]
+    assert (report.replayed, report.unreachable) == (2, 4)
+
+
+def test_an_anchor_takes_the_chain_up_again(topic, tmp_path):
+    copy = topic.copy(tmp_path / "copy")
+    copy.blob(1).unlink()
+    anchors = [m.position for m in copy.messages if m.kind is Kind.ANCHOR]
+    places, report = found_in(copy)
+    assert places == [(1, copy.messages[1].blobs[0].key)]
+    lost = [m for m in copy.messages if 1 < m.position < anchors[1] and m.kind is Kind.DELTA]
+    taken_up = copy.messages[anchors[1]].version
+    late = [m for m in lost if m.version > taken_up]  # deltas that were published while the anchor was on its way
+    assert report.unreachable >= len(lost)
+    assert late or report.replayed == len(copy.records) - 1 - len(lost)
+
+
+def test_a_missing_blob_and_a_missing_schema_are_found(chain, tmp_path):
+    copy = chain.copy(tmp_path / "blob")
+    copy.blob(3).unlink()
+    assert found_in(copy)[0] == [(3, copy.messages[3].blobs[0].key)]
+
+    copy = chain.copy(tmp_path / "schema")
+    key = copy.messages[0].schema.key
+    (copy.path / key).unlink()
+    places, report = found_in(copy)
+    assert places == [(0, key)]
+    assert (report.replayed, report.unreachable) == (0, len(copy.records))
+
+
+def test_a_truncated_record_is_found_and_says_no_more_than_it_must(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    record = copy.records[4]
+    record.write_bytes(record.read_bytes()[:-3])
+    places, report = found_in(copy)
+    assert places == [(4, None)]
+    assert (report.replayed, report.unreachable) == (4, 3)
+
+
+def test_swapped_records_are_found(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    third, fourth = copy.records[3].read_bytes(), copy.records[4].read_bytes()
+    copy.records[3].write_bytes(fourth)
+    copy.records[4].write_bytes(third)
+    assert found_in(copy)[0] == [(3, None), (4, None)]
+
+
+def test_a_hole_in_the_log_is_found(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    for record in copy.records[3:5]:
+        record.unlink()
+    places, report = found_in(copy)
+    assert places == [(3, None)]
+    assert "3 to 4" in report.problems[0].what
+    assert (report.records, report.replayed, report.unreachable) == (6, 3, 3)
+
+
+def test_a_wrong_digest_is_found_where_it_is_and_where_it_is_built_on(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    copy.rewrite(2, digest_after=copy.messages[2].digest_after ^ 1)
+    places, report = found_in(copy)
+    assert places == [(2, copy.messages[2].blobs[0].key), (3, None)]
+    assert "digest" in report.problems[0].what
+
+
+def test_an_anchor_beside_a_delta_is_compared_with_what_the_deltas_led_to(topic, tmp_path):
+    copy = topic.copy(tmp_path / "copy")
+    anchors = [m for m in copy.messages if m.kind is Kind.ANCHOR]
+    assert len(anchors) > 2
+    # The first anchor's payload is sound, but of another state.
+    copy.rewrite(anchors[1].position, blobs=anchors[0].blobs)
+    places, report = found_in(copy)
+    assert places == [(anchors[1].position, anchors[0].blobs[0].key)]
+    assert "reached by deltas" in report.problems[0].what
+    assert report.replayed == len(copy.records) - 1
+
+
+def test_all_problems_are_told_at_once_in_order(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    copy.rewrite(2, epoch=3)
+    copy.blob(6).write_bytes(b"")
+    copy.blob(1).unlink()
+    copy.records[5].write_bytes(b"DBM1")
+    ended = run("verify", copy.url, "--json")
+    assert (ended.exit_code, ended.stderr) == (1, "")
+    said = json.loads(ended.stdout)
+    assert not said["ok"]
+    assert [problem["position"] for problem in said["problems"]] == [1, 3, 5, 6]
+    shown = run("verify", copy.url, "--writer", "trainer")
+    assert shown.exit_code == 1
+    assert "4 problems found" in shown.stdout
+    assert "epoch 1 follows epoch 3" in shown.stdout
+
+
+def test_a_trimmed_topic_is_whole(topic, tmp_path):
+    """Retention removes records, then their blobs, up to an anchor."""
+    copy = topic.copy(tmp_path / "copy")
+    messages = copy.messages
+    last = max(m.position for m in messages if m.kind is Kind.ANCHOR)
+    kept = {blob.key for m in messages[last:] for blob in m.blobs}
+    for message, record in list(zip(messages, copy.records, strict=True))[:last]:
+        record.unlink()
+        for key in {blob.key for blob in message.blobs} - kept:
+            (copy.path / key).unlink()
+    places, report = found_in(copy)
+    assert (places, report.records) == ([], len(messages) - last)
+    assert report.replayed >= 1
+
+
+def test_states_of_other_shapes_follow_each_other(tmp_path):
+    with Publisher(tmp_path / "new", on_busy="wait") as publisher:
+        for size in (3, 5, 5, 3):
+            publisher.publish(size, {"w": torch.full((size,), float(size))}).result(60)
+        publisher.publish(9, {}).result(60)
+    report = verify_topic((tmp_path / "new").as_uri())
+    assert (report.problems, report.replayed, report.unreachable) == ((), report.records, 0)
+
+
+def test_memory_is_that_of_one_state(tmp_path):
+    weights = torch.from_numpy(np.random.default_rng(0).integers(-30000, 30000, (24, 1 << 20)).astype(np.int16))
+    with Publisher(tmp_path / "new", on_busy="wait", anchor=1) as publisher:
+        for step in range(3):
+            weights[step, :100] += 1
+            publisher.publish(step, {"w": weights}).result(60)
+    state = weights.numel() * 2
+    del weights
+    tracemalloc.start()
+    try:
+        assert verify_topic((tmp_path / "new").as_uri()).ok
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The state, a part as it was fetched, and the segments that are decoded ahead of it.
+    assert peak < 3 * state
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_flipped_bit_anywhere_goes_unnoticed(chain, tmp_path_factory, data):
+    files = [path for path in sorted(chain.path.rglob("*")) if path.is_file()]
+    path = data.draw(st.sampled_from(files))
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    copy = chain.copy(tmp_path_factory.mktemp("flip") / "copy")
+    (copy.path / path.relative_to(chain.path)).write_bytes(content)
+    assert not verify_topic(copy.url).ok
+
+
+def changed(message, **fields):
+    return type(message)(**{name: getattr(message, name) for name in message.__struct_fields__} | fields)
+
+
+@pytest.mark.parametrize(
+    ("position", "fields", "words"),
+    [
+        (3, {"epoch": 9}, "epoch 2 follows epoch 9"),
+        (3, {"group": ("trainer", "other")}, "group"),
+        (3, {"version": 99}, "follows version 99"),
+        (3, {"version": 3, "base": {"trainer": 2}}, "leads once more to version 3"),
+        (3, {"base": {"trainer": 1}}, "starts from version 1 with digest"),
+        (3, {"digest_before": 1}, "starts from version 3 with digest"),
+        (3, {"digest_after": 1}, "starts from version 4 with digest"),
+        (0, {"version": 2}, "starts from version 1, which no message leads to"),
+    ],
+)
+def test_messages_that_contradict_each_other_are_found(chain, position, fields, words):
+    messages = chain.messages
+    assert check_log(messages, whole=True) == []
+    messages[position] = changed(messages[position], **fields)
+    problems = check_log(messages, whole=True)
+    assert any(words in problem.what for problem in problems), problems
+    assert all(problem.writer == "trainer" and problem.key is None for problem in problems)
+
+
+def test_a_log_that_begins_late_may_begin_with_deltas(chain):
+    assert check_log(chain.messages[3:], whole=False) == []
+    assert len(check_log(chain.messages[3:], whole=True)) == 1
+
+
+def test_records_that_cannot_be_read_are_left_out(chain):
+    from deltabus.bus.transport import Record
+
+    records = [Record(position, path.read_bytes()) for position, path in enumerate(chain.records)]
+    messages, problems = decode_log("memory://x", "trainer", records)
+    assert (messages, problems) == (chain.messages, [])
+    messages, problems = decode_log("memory://x", "other", records[:2])
+    assert (messages, [problem.position for problem in problems]) == ([], [0, 1])
+
+
+def test_what_cannot_be_reached_is_an_error_and_no_report(tmp_path):
+    (tmp_path / "logs").write_bytes(b"")
+    with pytest.raises(DeltabusError, match="logs"):
+        verify_topic(tmp_path.as_uri())
