@@ -101,6 +101,19 @@ async def test_a_reader_that_fell_behind_retention_learns_the_new_start(topic):
     assert dict(topic.reader.starts) == {"a": 5}
 
 
+async def test_what_retention_removes_while_it_is_loaded_is_not_returned(topic):
+    log = chain(2500)
+    await topic.write(*log)
+
+    async def remove() -> None:
+        for position in range(1500):
+            del topic.store.records["a"][position]
+
+    topic.transport.fail("read", None, remove)
+    assert await topic.reader.load() == log[1500:]
+    assert dict(topic.reader.starts) == {"a": 1500}
+
+
 async def test_load_tries_again_and_loses_nothing(topic):
     await topic.write(*chain(3), *chain(3, writer="b"))
     topic.transport.fail("logs", busy(), busy())
@@ -160,6 +173,22 @@ async def test_connections_that_break_are_taken_up_where_they_broke(topic):
         await topic.fail_tail(busy())
         await topic.write(*log)
         assert await take(messages, 2) == log[4:]
+
+
+async def test_records_that_a_backend_repeats_are_yielded_once(topic):
+    log = chain(3)
+    await topic.write(*log)
+
+    class Repeating(FakeTransport):
+        async def tail(self, log: str, after: int = -1) -> AsyncIterator[Record]:
+            async with aclosing(super().tail(log, -1)) as records:
+                async for record in records:
+                    yield record
+                    yield record
+
+    reader = TopicReader(Repeating(topic.store), retry=topic.time.retry())
+    async with aclosing(reader.follow()) as messages:
+        assert await take(messages, 3) == log
 
 
 async def test_a_backend_that_stays_away_is_an_error_with_a_limit(topic):
