@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -102,14 +102,24 @@ class Outbox:
         """Take a state that readers already have as the one that the next draft leads from."""
         self._shadow = shadow
 
-    def wait_until_free(self, timeout: float) -> None:
+    @property
+    def awaited(self) -> bool:
+        """Whether a draft waits that somebody has a handle of."""
+        draft = self._draft
+        return draft is not None and bool(draft.waiting)
+
+    def wait_until_free(self, timeout: float, *, unless: Callable[[], bool]) -> None:
         """Wait until no draft waits.
+
+        Args:
+            timeout: Limit in seconds.
+            unless: Tells that waiting makes no sense any more; looked at when a draft is taken or put back.
 
         Raises:
             WaitTimeoutError: If the limit is reached.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._draft is None, timeout):
+            if not self._changed.wait_for(lambda: self._draft is None or unless(), timeout):
                 raise WaitTimeoutError(
                     f"the publication before this one was not taken up within {timeout} s; the backend is too slow: "
                     "raise `timeout`, publish less often, or use on_busy='coalesce'"
@@ -170,6 +180,7 @@ class Outbox:
             later = self._draft
             # After a change of schema the later draft is whole by itself.
             self._draft = draft if later is None else draft.followed_by(later)
+            self._changed.notify_all()
 
     def _announce(self) -> None:
         if self._arrived is not None:

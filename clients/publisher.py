@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import os
@@ -171,7 +172,9 @@ class Publisher:
             if self._outbox.shadow is None:
                 self._recognise(state)
             if self._on_busy == "wait":
-                self._outbox.wait_until_free(self._timeout)
+                self._outbox.wait_until_free(
+                    self._timeout, unless=lambda: (self._sender.failure or self._sender.fatal) is not None
+                )
                 self._raise_failure()
             publication = self._outbox.capture(
                 step, state, metadata=dict(metadata or {}), anchor=self._anchor_asked, called=called
@@ -229,6 +232,7 @@ class Publisher:
                 self._pool.shutdown(cancel_futures=True)
 
     async def _close_transport(self) -> None:
+        await asyncio.gather(asyncio.wrap_future(self._task), return_exceptions=True)
         await self._sender.aclose()
         await self._transport.close()
 

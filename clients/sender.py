@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from deltabus.bus.core import LogWriter
-from deltabus.bus.errors import CodecError, DeltabusError, FencedError, OvertakenError, RetentionGapError
+from deltabus.bus.errors import ClosedError, CodecError, DeltabusError, FencedError, OvertakenError, RetentionGapError
 from deltabus.bus.message import Blob, Kind, Message, Stats
 from deltabus.bus.planner import plan
 from deltabus.bus.policy import AnchorPolicy, SinceAnchor
@@ -99,7 +99,7 @@ class Sender:
     async def run(self) -> None:
         """Send drafts as they arrive, until cancelled."""
         while True:
-            if self._outbox.empty or self._stalled or self.fatal:
+            if self._outbox.empty or self._stalled:
                 await self._arrived.wait()
                 self._arrived.clear()
                 self._stalled = False
@@ -115,13 +115,19 @@ class Sender:
             self._stalled = False
             self._arrived.set()
         async with self._progress:
-            await self._progress.wait_for(lambda: self.idle or self.fatal is not None)
+            await self._progress.wait_for(lambda: self.idle)
 
     async def aclose(self) -> None:
-        """Stop the anchor that is on its way, if any."""
+        """Stop the anchor that is on its way, if any, and tell whoever still waits that it was in vain."""
         if self._anchoring is not None:
             self._anchoring.cancel()
             await asyncio.gather(self._anchoring, return_exceptions=True)
+        taken = self._outbox.take(snapshot=False)
+        if taken is not None:
+            left, view, _ = taken
+            if view is not None:
+                view.release()
+            self._fail(left, ClosedError(f"the publisher was closed before step {left.step} was durable"))
 
     async def _tell(self) -> None:
         async with self._progress:
@@ -133,6 +139,9 @@ class Sender:
         if taken is None:
             return
         draft, view, schema = taken
+        if self.fatal is not None:
+            self._fail(draft, self.fatal)
+            return
         try:
             await self._send(draft, view, schema)
         except OvertakenError as error:
@@ -146,13 +155,14 @@ class Sender:
             self.fatal = error
             self._fail(draft, error)
         except Exception as error:
-            self._stalled = True
             self._fail(draft, error)
             self._outbox.put_back(replace(draft, waiting=()))
+            # What was published meanwhile carries these changes too, and deserves an attempt of its own.
+            self._stalled = not self._outbox.awaited
 
     def _fail(self, draft: Draft, error: Exception) -> None:
         self.failure = error
-        _log.error("step %d of %s was not published: %s", draft.step, self._writer.writer, error)
+        _log.error("step %d of writer %s was not published: %s", draft.step, self._writer.writer, error)
         for waiting in draft.waiting:
             waiting.publication.fail(error)
 

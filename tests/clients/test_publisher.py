@@ -139,6 +139,76 @@ async def test_failed_upload_never_becomes_a_base(url, monkeypatch):
     assert verify_topic(url).ok
 
 
+async def test_step_published_while_another_fails_gets_an_attempt_of_its_own(url, monkeypatch):
+    model = small_model()
+    with faulty(monkeypatch) as faults, Publisher(url) as publisher:
+        publisher.publish(0, model).result(LIMIT)
+        faults.gate.clear()
+        faults.before = once(StorageFullError("the disk is full", url=url), "put", "delta")
+        train(model, 1)
+        first = publisher.publish(1, model)
+        wait_until(lambda: publisher._outbox.empty)
+        train(model, 2)
+        second = publisher.publish(2, model)
+        faults.gate.set()
+        with pytest.raises(StorageFullError):
+            first.result(LIMIT)
+        assert second.result(LIMIT).version == 2
+        with pytest.raises(PublishError):
+            publisher.flush()
+    assert (await follow_to(url, 2))[0] == bits(model)
+
+
+def test_no_handle_waits_for_ever_when_the_publisher_is_fenced(url, monkeypatch):
+    model = small_model()
+    with faulty(monkeypatch) as faults:
+        zombie = Publisher(url, on_busy="wait")
+        zombie.publish(0, model).result(LIMIT)
+        with Publisher(url, have=model) as successor:
+            train(model, 1)
+            successor.publish(1, model).result(LIMIT)
+        faults.gate.clear()
+        publications = []
+        for step in (2, 3):
+            train(model, step)
+            publications.append(zombie.publish(step, model))
+        stopped = []
+
+        def publish_once_more():
+            try:
+                zombie.publish(4, model)
+            except FencedError as error:
+                stopped.append(error)
+
+        waiting = threading.Thread(target=publish_once_more)
+        waiting.start()
+        faults.gate.set()
+        for publication in publications:
+            with pytest.raises(FencedError):
+                publication.result(LIMIT)
+        waiting.join(LIMIT)
+        assert len(stopped) == 1
+        zombie.close()
+
+
+def test_closing_has_a_limit_and_tells_every_handle(url, monkeypatch):
+    model = small_model()
+    with faulty(monkeypatch) as faults:
+        publisher = Publisher(url)
+        publisher.publish(0, model).result(LIMIT)
+        faults.gate.clear()
+        publications = []
+        for step in (1, 2):
+            train(model, step)
+            publications.append(publisher.publish(step, model))
+        with pytest.raises(WaitTimeoutError, match="did not finish within"):
+            publisher.close(timeout=0.1)
+        for publication in publications:
+            with pytest.raises(ClosedError):
+                publication.result(LIMIT)
+        faults.gate.set()
+
+
 async def test_failed_first_anchor_is_tried_again(url, monkeypatch):
     model = small_model()
     with faulty(monkeypatch) as faults, Publisher(url) as publisher:
