@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import version as _version
 
-    from .bus.errors import DeltabusError
+    from deltabus.bus.errors import DeltabusError
+
     from .publication import Publication, Published
     from .publisher import Publisher
     from .subscriber import Subscriber
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DeltabusError", "Publication", "Published", "Publisher", "Subscriber", "Update", "__version__"]
 
 _HOME = {
-    "DeltabusError": ".bus.errors",
+    "DeltabusError": "deltabus.bus.errors",
     "Publication": ".publication",
     "Published": ".publication",
     "Publisher": ".publisher",

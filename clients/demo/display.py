@@ -12,27 +12,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deltabus.cli.output import size_text
+
 from .ledger import Ledger, Totals
 from .reports import Line, Ready, StepApplied, StepPublished
 from .script import FOLLOWERS
 
-__all__ = ["Display", "JsonDisplay", "LiveDisplay", "PlainDisplay", "choose_display", "human_bytes", "summary_lines"]
+__all__ = ["Display", "JsonDisplay", "LiveDisplay", "PlainDisplay", "choose_display", "summary_lines"]
 
 _ROWS = 16
 """Rows that the live table shows; older ones scroll away."""
-
-
-def human_bytes(count: float) -> str:
-    """Return a number of bytes for people.
-
-    >>> human_bytes(130_500)
-    '130.5 kB'
-    """
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 class Display(Protocol):
@@ -81,7 +70,7 @@ class PlainDisplay(_Quiet):
         if isinstance(line, StepPublished):
             self._print(
                 f"step {line.step:3d}  version {line.version:3d}  {line.kind:6}  {line.density:8.3%} changed  "
-                f"{human_bytes(line.nbytes):>9} = {line.nbytes / line.full_nbytes:7.3%} of full  "
+                f"{size_text(line.nbytes):>9} = {line.nbytes / line.full_nbytes:7.3%} of full  "
                 f"blocked {_ms(line.blocked)}, encode {_ms(line.encode)}, upload {_ms(line.upload)}"
             )
         elif isinstance(line, StepApplied):
@@ -179,7 +168,7 @@ class LiveDisplay:
             str(version),
             line.kind,
             f"{line.density:.2%}",
-            human_bytes(line.nbytes),
+            size_text(line.nbytes),
             f"{share:.2%}",
             times,
         ]
@@ -206,8 +195,8 @@ def summary_lines(totals: Totals, problems: list[str]) -> list[str]:
     ]
     if totals.full_nbytes:
         lines.append(
-            f"shipped {human_bytes(totals.nbytes)}, of which anchors {human_bytes(totals.anchor_nbytes)}; as full "
-            f"checkpoints {human_bytes(totals.full_nbytes)} ({totals.full_nbytes / totals.nbytes:.1f} x as much)"
+            f"shipped {size_text(totals.nbytes)}, of which anchors {size_text(totals.anchor_nbytes)}; as full "
+            f"checkpoints {size_text(totals.full_nbytes)} ({totals.full_nbytes / totals.nbytes:.1f} x as much)"
         )
     if totals.bits_per_change is not None and totals.density is not None and totals.blocked is not None:
         lines.append(
