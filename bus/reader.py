@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 from .errors import CorruptPayloadError, TransientTransportError, UsageError
 from .logs import read_log
@@ -84,9 +85,9 @@ class TopicReader:
         arrived: asyncio.Queue[Message | Exception] = asyncio.Queue(_AHEAD)
         tasks: dict[str, asyncio.Task[None]] = {}
 
-        async def guard(work: Coroutine[Any, Any, None]) -> None:
+        async def guard(work: Callable[[], Awaitable[None]]) -> None:
             try:
-                await work
+                await work()
             except Exception as error:
                 await arrived.put(error)
 
@@ -94,10 +95,10 @@ class TopicReader:
             while True:
                 for log in await self._find_logs():
                     if log not in tasks:
-                        tasks[log] = asyncio.create_task(guard(self._tail(log, arrived)))
+                        tasks[log] = asyncio.create_task(guard(partial(self._tail, log, arrived)))
                 await asyncio.sleep(self._discovery)
 
-        discovering = asyncio.create_task(guard(discover()))
+        discovering = asyncio.create_task(guard(discover))
         try:
             while True:
                 news = await arrived.get()

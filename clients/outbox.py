@@ -71,7 +71,9 @@ class Draft:
 
 
 class Outbox:
-    """The shadow, and the draft that waits for the sender. Thread-safe.
+    """The shadow, and the draft that waits for the sender.
+
+    Its methods may be called from any thread.
 
     Args:
         pool: Where capturing runs in parallel.

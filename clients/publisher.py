@@ -32,6 +32,7 @@ from .bridge import LoopThread
 from .outbox import Outbox
 from .publication import Publication
 from .sender import Sender
+from .workers import usable_cores
 
 __all__ = ["Publisher"]
 
@@ -266,11 +267,6 @@ class Publisher:
                 f"an earlier step could not be stored in {self.url}: {failure} Nothing is lost yet: publish again and "
                 "its changes travel with the next step."
             ) from failure
-
-
-def usable_cores(most: int = 8) -> int:
-    """Return how many threads to use for work on bits."""
-    return max(1, min(most, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def _left_open(outbox: Outbox, url: str) -> None:

@@ -22,7 +22,7 @@ from deltabus.codecs.shadow import Snapshot
 from .outbox import Draft, Outbox
 from .publication import Published
 
-__all__ = ["Sender"]
+__all__ = ["Sender", "newest_state"]
 
 _log = logging.getLogger("deltabus.publisher")
 _UPLOADS = 4
@@ -69,7 +69,7 @@ class Sender:
         self._encoding = encoding
         self._pool = pool
         self._durable = newest_state(writer.history)
-        self._since = since_anchor(writer.history)
+        self._since = _since_anchor(writer.history)
         self._schemas: dict[bytes, Blob] = {}
         self._anchoring: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
@@ -300,7 +300,7 @@ def newest_state(history: list[Message]) -> Message | None:
     return max(history, key=lambda message: (message.version, message.position), default=None)
 
 
-def since_anchor(history: list[Message]) -> SinceAnchor:
+def _since_anchor(history: list[Message]) -> SinceAnchor:
     """Return what was published since the last anchor of a log."""
     since = SinceAnchor()
     for message in history:

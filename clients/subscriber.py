@@ -25,9 +25,9 @@ from deltabus.transports import open_transport
 
 from .bridge import LoopThread
 from .holdings import Holdings
-from .publisher import usable_cores
 from .stager import Stager
 from .update import Staged, Update
+from .workers import usable_cores
 
 __all__ = ["Subscriber"]
 

@@ -31,9 +31,9 @@ from deltabus.bus.version import VersionVector
 from deltabus.codecs.changes import Bits
 from deltabus.codecs.checkpoint import save_checkpoint
 from deltabus.codecs.shadow import Shadow
-from deltabus.publisher import usable_cores
 from deltabus.stager import Stager, in_thread
 from deltabus.transports import open_transport
+from deltabus.workers import usable_cores
 
 from .output import Meter, Silent
 from .topic import Topic, read_topic, version_ranges

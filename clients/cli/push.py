@@ -18,8 +18,9 @@ from deltabus.bus.message import Message, check_writer_name
 from deltabus.codecs.checkpoint import load_checkpoint
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.state import collect
-from deltabus.publisher import Publisher, usable_cores
+from deltabus.publisher import Publisher
 from deltabus.sender import newest_state
+from deltabus.workers import usable_cores
 
 from .log import row_of, totals_of
 from .output import Meter, Silent

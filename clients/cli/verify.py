@@ -16,8 +16,8 @@ from deltabus.bus.retry import Retry
 from deltabus.bus.transport import Record, Transport
 from deltabus.codecs.container import open_part
 from deltabus.codecs.schema import Schema
-from deltabus.publisher import usable_cores
 from deltabus.transports import open_transport
+from deltabus.workers import usable_cores
 
 from .history import Problem, check_log, decode_log
 from .output import Meter, Silent, count_text, plain_text, size_text

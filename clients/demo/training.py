@@ -133,7 +133,7 @@ class FineTuning:
         return float(loss.detach())
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint: masters, optimizer, step, and the state of the random numbers. Atomic."""
+        """Write a checkpoint at once: masters, optimizer, step, and the state of the random numbers."""
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in state.items()}
