@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint check wheel bench clean
+.PHONY: help environment demo test coverage lint check wheel bench clean
 
 export PYTHON
 # The repository root must never be a place to import from: it has a folder called `codecs`.
@@ -26,6 +26,9 @@ demo: environment ## train a real model, follow it, kill things, compare every b
 
 test: environment ## run all tests
 	@.venv/bin/pytest $(ARGS)
+
+coverage: environment ## run all tests and show which lines they reach; takes half as long again
+	@.venv/bin/pytest --cov --cov-report=term $(ARGS)
 
 lint: environment ## style, format and types
 	@.venv/bin/ruff check .

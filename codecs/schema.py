@@ -23,9 +23,11 @@ from deltabus.bus.errors import CodecError, MessageFormatError, SchemaMismatchEr
 from . import dtypes
 from .dtypes import DType
 
-__all__ = ["MAX_SCHEMA_BYTES", "SEGMENT_ELEMENTS", "Piece", "Schema", "Segment", "TensorSpec"]
+__all__ = ["FORMAT", "MAX_SCHEMA_BYTES", "SEGMENT_ELEMENTS", "Piece", "Schema", "Segment", "TensorSpec"]
 
 FORMAT = 1
+"""The version of the table's format that this code writes and reads."""
+
 SEGMENT_ELEMENTS = 1 << 22
 """Elements of a segment, unless a schema says otherwise."""
 
