@@ -106,18 +106,21 @@ class FineTuning:
         model: The model, in float32; trained in place.
         sentences: The training text.
         seed: Of the order of sentences and of dropout.
+        learning_rate: Of AdamW.
 
     Attributes:
         step: Steps done so far.
     """
 
-    def __init__(self, model: nn.Module, sentences: Sequence[str], *, seed: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, sentences: Sequence[str], *, seed: int = 0, learning_rate: float = _LEARNING_RATE
+    ) -> None:
         self.model = model.train()
         self.step = 0
         self._seed = seed
         self._sentences = list(sentences)
         self._encoder = Encoder(model)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         torch.manual_seed(seed)
 
     def advance(self) -> float:
