@@ -1,0 +1,163 @@
+"""All figures of one run, and what they say about the goals."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from end_to_end import EndToEnd
+from rows import ANCHOR, AUTOMATIC, FULL
+from timing import Measured, PairFigures
+
+__all__ = ["Goal", "RealRun", "Results", "combine", "goals", "published", "row"]
+
+_SETTLED = 2
+"""Steps left out at the start: in Adam's first steps every update is as large as the learning rate."""
+
+_OURS = "deltabus, "
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """A training run, step by step.
+
+    Attributes:
+        label: Its learning rate.
+        steps: The figures of each step.
+    """
+
+    label: str
+    steps: list[PairFigures]
+
+    def settled(self) -> PairFigures:
+        """Return all steps but the first two as one."""
+        return combine(self.label, self.steps[_SETTLED:])
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one run of the benchmark measured.
+
+    Attributes:
+        command: What was typed.
+        quick: Whether the state was tiny, so that the figures mean nothing.
+        machine: What figures depend on.
+        real: Fine-tuning of the demo's model, by learning rate.
+        sweep: A made-up state at each density.
+        whole: A made-up state of full size.
+        end_to_end: From `publish` to applied.
+        seconds: Duration of everything.
+    """
+
+    command: str
+    quick: bool
+    machine: dict[str, str]
+    real: list[RealRun]
+    sweep: list[PairFigures]
+    whole: PairFigures
+    end_to_end: EndToEnd
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One goal of docs/benchmarks.md.
+
+    Attributes:
+        what: In words.
+        wanted: The limit, in words.
+        reached: The figure, in words.
+        met: Whether the figure keeps the limit.
+    """
+
+    what: str
+    wanted: str
+    reached: str
+    met: bool
+
+
+def row(figures: PairFigures, name: str) -> Measured:
+    """Return the row of a name."""
+    return next(each for each in figures.rows if each.name == name)
+
+
+def combine(label: str, parts: list[PairFigures]) -> PairFigures:
+    """Return several pairs as one: sums of bytes and bits, medians of times; rows that all of them have."""
+    rows = []
+    for first in parts[0].rows:
+        same = [each for part in parts for each in part.rows if each.name == first.name]
+        if len(same) == len(parts):
+            rows.append(
+                Measured(
+                    first.name,
+                    sum(each.nbytes for each in same),
+                    statistics.median(each.encode for each in same),
+                    statistics.median(each.decode for each in same),
+                    {stage: statistics.median(each.stages[stage] for each in same) for stage in first.stages},
+                    all(each.exact for each in same),
+                )
+            )
+    return PairFigures(
+        label,
+        sum(part.total for part in parts),
+        sum(part.changed for part in parts),
+        sum(part.independent for part in parts),
+        sum(part.conditional for part in parts),
+        statistics.median(part.memcpy for part in parts),
+        rows,
+    )
+
+
+def goals(results: Results) -> list[Goal]:
+    """Return each goal with the figure that was reached."""
+    cores = int(results.machine["cores"])
+    way, whole = results.end_to_end, results.whole
+    ours = row(whole, AUTOMATIC)
+    found: list[Goal] = []
+
+    def at_most(what: str, figure: float, limit: float, unit: str = "") -> None:
+        found.append(Goal(what, f"<= {limit:g}{unit}", f"{figure:.2f}{unit}", figure <= limit))
+
+    def at_least(what: str, figure: float, limit: float, unit: str = "") -> None:
+        found.append(Goal(what, f">= {limit:g}{unit}", f"{figure:.2f}{unit}", figure >= limit))
+
+    for run in results.real:
+        settled = run.settled()
+        if 0.005 <= settled.changed / settled.total <= 0.01:
+            sent = row(settled, AUTOMATIC).nbytes
+            at_most(f"real checkpoints, {run.label}: bits per changed element", settled.bits(sent), 6.9)
+            at_most(
+                f"real checkpoints, {run.label}: multiple of the conditional bound", sent * 8 / settled.conditional, 1.1
+            )
+        raw = run.steps[-1].total * 2
+        if run is results.real[-1]:
+            at_most("anchor of real weights: share of raw bf16", row(run.steps[-1], ANCHOR).nbytes / raw, 0.7)
+    worst = max(row(each, AUTOMATIC).nbytes / _best_other(each) for each in results.sweep)
+    at_most("any density: size as multiple of the best other row", worst, 1.0)
+    at_most(f"{whole.label} of {whole.total / 1e6:.0f} M elements: MB a step", ours.nbytes / 1e6, 5.5)
+    at_most("detect + encode, one core: memcpys", ours.encode, 4.0)
+    threads = [each for each in whole.rows if each.name.startswith(f"{AUTOMATIC}, ")]
+    if threads:
+        at_least(
+            f"detect + encode, {threads[0].name.rpartition(', ')[2]}: times as fast",
+            ours.encode / threads[0].encode,
+            1.7,
+        )
+    at_most("decode + apply, one core: memcpys", ours.decode, 4.0)
+    at_most("`publish` blocks: memcpys, times cores used", way.stages["blocked"] * cores / way.memcpy, 2.0)
+    loading = way.full_stages["load"] + way.full_stages["copy"]
+    at_most("`apply`: share of loading the full state", way.stages["apply"] / loading, 0.05)
+    for who, extra in way.memory.items():
+        at_most(f"most memory beside the model, {who}: multiple of the model", extra / way.model, 1.1)
+    at_least("publish -> applied: times as fast as a full checkpoint", way.full / way.applied, 10.0)
+    return found
+
+
+def _best_other(figures: PairFigures) -> int:
+    """Return the bytes of the smallest row that is neither the automatic choice nor the same one with threads."""
+    return min(each.nbytes for each in figures.rows if not each.name.startswith(AUTOMATIC) and each.name != FULL)
+
+
+def published(figures: PairFigures) -> list[Measured]:
+    """Return the rows of other people's formats of changes."""
+    return [each for each in figures.rows if not each.name.startswith(_OURS) and not each.name.startswith(FULL)]

@@ -1,0 +1,99 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from report import fill_page, tables
+from results import RealRun, Results, combine, goals, published, row
+from rows import AUTOMATIC
+from wire import _exact
+
+from deltabus.codecs.encodings import ENCODINGS
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 110
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    figures = tmp_path_factory.mktemp("bench") / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks/wire.py"), "--quick", "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return msgspec.json.decode(figures.read_bytes(), type=Results), done.stdout
+
+
+def test_a_quick_run_measures_every_row_exactly(quick):
+    results, text = quick
+    assert results.quick
+    names = {each.name for each in results.whole.rows}
+    assert {f"deltabus, {name}" for name in ENCODINGS} <= names
+    assert len(published(results.whole)) == 7
+    assert _exact(results)
+    assert "Goals" in text
+    assert AUTOMATIC in text
+
+
+def test_no_row_is_below_what_is_possible(quick):
+    results, _ = quick
+    for figures in (*results.sweep, results.whole):
+        for each in figures.rows:
+            assert each.nbytes * 8 > figures.conditional
+            assert min(each.encode, each.decode) > 0
+
+
+def test_one_wrong_bit_makes_the_run_fail(quick):
+    results, _ = quick
+    bad = dataclasses.replace(results.whole.rows[3], exact=False)
+    rows = [*results.whole.rows[:3], bad, *results.whole.rows[4:]]
+    assert not _exact(dataclasses.replace(results, whole=dataclasses.replace(results.whole, rows=rows)))
+    assert not _exact(dataclasses.replace(results, end_to_end=dataclasses.replace(results.end_to_end, exact=False)))
+
+
+def test_goals_that_are_missed_say_so(quick):
+    results, _ = quick
+    way = dataclasses.replace(results.end_to_end, full=1.0, applied=0.2)
+    (slow,) = [g for g in goals(dataclasses.replace(results, end_to_end=way)) if "full checkpoint" in g.what]
+    assert (slow.met, slow.reached) == (False, "5.00")
+    way = dataclasses.replace(way, applied=0.1)
+    (fast,) = [g for g in goals(dataclasses.replace(results, end_to_end=way)) if "full checkpoint" in g.what]
+    assert (fast.met, fast.reached) == (True, "10.00")
+
+
+def test_steps_of_a_run_are_added_up(quick):
+    results, _ = quick
+    one = results.whole
+    both = combine("both", [one, one, one])
+    assert both.changed == 3 * one.changed
+    assert row(both, AUTOMATIC).nbytes == 3 * row(one, AUTOMATIC).nbytes
+    assert row(both, AUTOMATIC).encode == row(one, AUTOMATIC).encode
+    # Two steps at the start are left out; a row that only the last step has is no row of the run.
+    fewer = dataclasses.replace(one, rows=one.rows[:-1])
+    settled = RealRun("lr", [fewer, one, fewer, one]).settled()
+    assert settled.changed == 2 * one.changed
+    assert [each.name for each in settled.rows] == [each.name for each in fewer.rows]
+
+
+def test_the_page_is_filled_in_and_again(quick):
+    results, _ = quick
+    results = dataclasses.replace(results, real=[RealRun("lr 1", [results.whole] * 3)])
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    filled = fill_page(page, results)
+    assert fill_page(filled, results) == filled
+    for table in tables(results):
+        assert f"### {table.title}\n" in filled
+    with pytest.raises(ValueError, match="the page needs"):
+        fill_page("no place", results)
+
+
+def test_pictures_are_drawn(quick, tmp_path):
+    pytest.importorskip("matplotlib")
+    from plots import draw
+
+    results, _ = quick
+    results = dataclasses.replace(results, real=[RealRun("lr 1", [results.whole] * 3)])
+    paths = draw(results, tmp_path)
+    assert {path.name for path in paths} == {"benchmark-bits.png", "benchmark-times.png", "benchmark-run.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
