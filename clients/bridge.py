@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from deltabus.bus.errors import ClosedError, WaitTimeoutError
@@ -25,6 +26,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._executor = ThreadPoolExecutor(thread_name_prefix=name)
+        self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -77,6 +80,10 @@ class LoopThread:
         concurrent.futures.wait([self.submit(self._drain())], timeout=_STOP_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_STOP_SECONDS)
+        # A thread that hangs in a dead file system must not hang whoever closes.
+        ending = threading.Thread(target=self._executor.shutdown, daemon=True)
+        ending.start()
+        ending.join(_STOP_SECONDS)
 
     async def _drain(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -84,4 +91,3 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.loop.shutdown_asyncgens()
-        await self.loop.shutdown_default_executor()
