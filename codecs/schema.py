@@ -149,6 +149,8 @@ class Schema(Struct, frozen=True, kw_only=True, dict=True):
             raise MessageFormatError(f"the schema cannot be read: {error}") from error
         if schema.format != FORMAT:
             raise MessageFormatError(f"the schema has format {schema.format}, this reader knows {FORMAT}; upgrade here")
+        # Its name is the hash of these very bytes, which another writer may order or space otherwise than `encode`.
+        schema.__dict__["checksum"] = hashlib.sha256(data).digest()
         return schema
 
     def encode(self) -> bytes:
@@ -157,7 +159,7 @@ class Schema(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def checksum(self) -> bytes:
-        """The SHA-256 of the schema's bytes, which names it."""
+        """The SHA-256 of the schema's bytes, as they were decoded or else as `encode` returns them, which names it."""
         return hashlib.sha256(self.encode()).digest()
 
     @cached_property
