@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary  # by identity: tensors compare element by element
@@ -13,26 +15,40 @@ from deltabus.codecs.apply import Target
 __all__ = ["Holdings"]
 
 
-class Holdings:
-    """Remembers models by the identity of their first tensor, without keeping them alive.
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    state: VersionVector
+    others: tuple[weakref.ref[Tensor], ...]
 
-    A model whose tensors were exchanged for others is a model not seen before.
+    def is_of(self, target: Target) -> bool:
+        others = target.tensors[1:]
+        return len(others) == len(self.others) and all(
+            held() is tensor for held, tensor in zip(self.others, others, strict=True)
+        )
+
+
+class Holdings:
+    """Remembers models by the identity of their tensors, without keeping them alive.
+
+    A model of which any tensor was exchanged for another is a model not seen before. Of models that share their first
+    tensor, the last one is remembered.
     """
 
     def __init__(self) -> None:
-        self._held: MutableMapping[Tensor, VersionVector] = WeakIdKeyDictionary()
+        self._held: MutableMapping[Tensor, _Holding] = WeakIdKeyDictionary()
 
     def of(self, target: Target) -> VersionVector | None:
         """Return the state that the model holds; None when that is not known."""
-        key = target.key
-        return None if key is None else self._held.get(key)
+        holding = self._held.get(target.tensors[0]) if target.tensors else None
+        return holding.state if holding is not None and holding.is_of(target) else None
 
     def record(self, target: Target, state: VersionVector) -> None:
         """Remember that the model now holds this state."""
-        if target.key is not None:
-            self._held[target.key] = state
+        if target.tensors:
+            first, *others = target.tensors
+            self._held[first] = _Holding(state, tuple(map(weakref.ref, others)))
 
     def forget(self, target: Target) -> None:
         """Forget what the model holds, before something that may leave it between two states."""
-        if target.key is not None:
-            self._held.pop(target.key, None)
+        if target.tensors:
+            self._held.pop(target.tensors[0], None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from deltabus.bus.core import TopicReader
@@ -181,11 +182,13 @@ class Stager:
         """Run a decoder in a thread, over parts that are fetched ahead of it."""
         loop = asyncio.get_running_loop()
         parts = self._fetch_all(message.blobs)
+        turn = asyncio.Lock()
         coming: list[concurrent.futures.Future[bytes | None]] = []
         stopped = False
 
         async def following() -> bytes | None:
-            return await anext(parts, None)
+            async with turn:
+                return await anext(parts, None)
 
         def taken() -> Iterator[bytes]:
             while not stopped:
@@ -197,11 +200,20 @@ class Stager:
                     return
                 yield part
 
-        try:
-            return await in_thread(decode, taken(), on_cancel=lambda: [future.cancel() for future in coming])
-        finally:
+        def stop() -> None:
+            nonlocal stopped
             stopped = True
-            await parts.aclose()
+            for future in coming:
+                future.cancel()
+
+        # A thread of its own: it waits for downloads, which need the loop's common threads themselves.
+        with ThreadPoolExecutor(1, thread_name_prefix="deltabus-stage") as thread:
+            try:
+                return await in_thread(decode, taken(), on_cancel=stop, executor=thread)
+            finally:
+                stop()
+                async with turn:  # a download that was called off may not have ended yet
+                    await parts.aclose()
 
     async def _fetch_all(self, blobs: Sequence[Blob]) -> AsyncGenerator[bytes, None]:
         """Yield blobs in order, a few of them on their way at once."""
@@ -221,7 +233,10 @@ class Stager:
 
 
 async def in_thread(
-    function: Callable[..., _T], *arguments: object, on_cancel: Callable[[], object] = lambda: None
+    function: Callable[..., _T],
+    *arguments: object,
+    on_cancel: Callable[[], object] = lambda: None,
+    executor: Executor | None = None,
 ) -> _T:
     """Run a function in a thread; when cancelled, wait until it has ended, so that nothing goes on unseen.
 
@@ -229,13 +244,16 @@ async def in_thread(
         function: What to run.
         arguments: Its arguments.
         on_cancel: Called first on cancellation, to bring the function to an end soon.
+        executor: Where; None is the loop's own threads, which transports use too: for work that waits for no transport.
     """
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    running = asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         on_cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((running,))
         raise
 
 

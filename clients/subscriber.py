@@ -179,8 +179,10 @@ class Subscriber:
                 except StopAsyncIteration:
                     return
         finally:
-            loop.run(self.aclose())
-            loop.stop()
+            try:
+                loop.run(self.aclose())
+            finally:
+                loop.stop()
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         """Hand an error of a background task to whoever waits for updates."""

@@ -169,6 +169,9 @@ class Update:
     def apply(self, model: nn.Module | MutableMapping[str, Tensor]) -> None:
         """Write the update into a model, in place: all of it, or on any error nothing.
 
+        A whole state alone keeps no undo: when writing it fails midway the model holds a mixture. The error says so,
+        and the same update, or the next one, makes it good.
+
         Every element that is touched must hold the bits that the publisher had. A model that this subscriber sees for
         the first time is compared whole, by its digest. Applying an update to a model that already holds its state does
         nothing.
@@ -177,7 +180,8 @@ class Update:
             model: The model, or a mapping of names to tensors; it may have more tensors than the topic.
 
         Raises:
-            DivergedError: If the model does not hold the state that the update starts from; the tensor is named.
+            DivergedError: If the model does not hold the state that the update starts from; the tensor is named, unless
+                the model was compared whole. Or if writing a whole state failed midway; the reason is chained.
             SchemaMismatchError: If tensors are missing, or of another shape or dtype.
             UnsupportedTensorError: If a tensor cannot be written in place.
             StaleUpdateError: If a later update was asked for since.

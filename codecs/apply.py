@@ -90,9 +90,9 @@ class Target:
         return cls(schema, bound)
 
     @property
-    def key(self) -> Tensor | None:
-        """A tensor by whose identity the model can be recognised; None when the schema has no tensors."""
-        return self._state.tensors[0] if self._state.tensors else None
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are written to, in the schema's order; by their identity the model can be recognised."""
+        return tuple(tensor for copies in self._tensors for tensor in copies)
 
     def read(self, index: int) -> Bits:
         """Return the bits of a segment that the model holds; maybe its own memory, not to be written to."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from deltabus import Publisher, Subscriber
+from deltabus import subscriber as subscriber_module
 from deltabus.bus.errors import (
     ClosedError,
     ConflictError,
@@ -26,7 +28,7 @@ from deltabus.codecs.state import collect
 from deltabus.transports import open_transport
 from deltabus.transports.memory import drop_topic
 
-from .support import LIMIT, bits, faulty, small_model, train
+from .support import LIMIT, Faults, FaultyTransport, bits, faulty, small_model, train
 
 
 @pytest.fixture
@@ -406,6 +408,80 @@ async def test_foreign_and_contradicting_topics_are_refused(tmp_path):
     with pytest.raises(ConflictError):
         async with Subscriber(tmp_path / "topic"):
             pass
+
+
+async def test_models_that_share_a_tensor_are_told_apart(url):
+    shared = torch.zeros(4)
+    one, two = ({"a": shared, "b": torch.zeros(100)} for _ in range(2))
+    state = {"a": torch.ones(4), "b": torch.arange(100.0)}
+    with Publisher(url) as publisher:
+        publisher.publish(0, state).result(LIMIT)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            update = await anext(subscriber)
+            update.apply(one)
+            update.apply(two)
+    assert one["b"].tolist() == two["b"].tolist() == state["b"].tolist()
+
+
+async def test_model_with_an_exchanged_tensor_is_compared_whole(url):
+    held = {"a": torch.zeros(4), "b": torch.zeros(100)}
+    state = {"a": torch.ones(4), "b": torch.arange(100.0)}
+    with Publisher(url) as publisher:
+        publisher.publish(0, state).result(LIMIT)
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            held["b"] = held["b"].clone()
+            held["b"][7] = -1
+            state["b"][5] = -1
+            publisher.publish(1, state).result(LIMIT)
+            update = await anext(subscriber)
+            with pytest.raises(DivergedError, match="digest"):
+                update.apply(held)
+            held["b"][7] = 7
+            update.apply(held)
+    assert held["b"].tolist() == state["b"].tolist()
+
+
+async def test_followers_share_their_loop_s_threads(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.publish(2)
+    # Downloads need these threads; whoever holds one while it waits for a download waits for ever.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    async def follow():
+        async with Subscriber(tmp_path, idle_timeout=LIMIT / 3) as subscriber:
+            return (await anext(subscriber)).step
+
+    assert await asyncio.gather(*(follow() for _ in range(4))) == [1] * 4
+
+
+async def test_downloads_end_before_the_transport_is_closed(url, monkeypatch):
+    begun, order = asyncio.Event(), []
+
+    class Lingering(FaultyTransport):
+        async def get(self, key, start=0, stop=None):
+            if not key.startswith("blobs"):
+                return await super().get(key, start, stop)
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                order.append("download")
+
+        async def close(self):
+            order.append("transport")
+            await super().close()
+
+    with Trainer(url) as trainer:
+        trainer.publish()
+    monkeypatch.setattr(subscriber_module, "open_transport", lambda url: Lingering(open_transport(url), Faults()))
+    tasks = asyncio.all_tasks()
+    async with Subscriber(url) as subscriber:
+        await asyncio.wait_for(begun.wait(), LIMIT)
+    assert order == ["download", "transport"]
+    assert asyncio.all_tasks() == tasks and subscriber._failure is None
 
 
 async def test_closed_subscriber_ends_the_loop(url):
