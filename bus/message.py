@@ -10,6 +10,7 @@ import enum
 import math
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -26,6 +27,7 @@ __all__ = [
     "Kind",
     "Message",
     "Stats",
+    "check_step_and_metadata",
     "check_writer_name",
     "decode_message",
     "encode_message",
@@ -42,11 +44,14 @@ MAX_BLOB_BYTES = 1 << 30
 
 _MAGIC = b"DBM1"
 _CRC_BYTES = 4
+_MAX_METADATA_BYTES = 64 << 10
 _MAX = (1 << 63) - 1
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z"
 _KEY = r"^[A-Za-z0-9_-][A-Za-z0-9._=-]*(/[A-Za-z0-9_-][A-Za-z0-9._=-]*)*\Z"
 
 _Count = Annotated[int, Meta(ge=0, le=_MAX)]
+_Step = Annotated[int, Meta(ge=-_MAX, le=_MAX)]
+_Metadata = Annotated[dict[str, str], Meta(max_length=256)]
 _Writer = Annotated[str, Meta(pattern=_NAME)]
 _Digest = Annotated[int, Meta(ge=0)]
 
@@ -120,7 +125,7 @@ class Message(Struct, frozen=True, kw_only=True):
     position: _Count
     epoch: Annotated[int, Meta(ge=1, le=_MAX)]
     kind: Kind
-    step: Annotated[int, Meta(ge=-_MAX, le=_MAX)]
+    step: _Step
     base: Annotated[dict[_Writer, _Count], Meta(max_length=4096)]
     version: Annotated[int, Meta(ge=1, le=_MAX)]
     group: Annotated[tuple[_Writer, ...], Meta(min_length=1, max_length=4096)]
@@ -130,7 +135,7 @@ class Message(Struct, frozen=True, kw_only=True):
     blobs: Annotated[tuple[Blob, ...], Meta(max_length=8192)]
     stats: Stats
     created: float
-    metadata: Annotated[dict[str, str], Meta(max_length=256)] = {}
+    metadata: _Metadata = {}
     signature: bytes | None = None
     protocol: int = PROTOCOL
 
@@ -218,6 +223,22 @@ def decode_message(record: bytes, *, topic: str = "", writer: str = "", position
     if position is not None and message.position != position:
         raise wrong(f"says that it stands at position {message.position}; the log was tampered with or miscopied")
     return message
+
+
+def check_step_and_metadata(step: int, metadata: Mapping[str, str]) -> None:
+    """Check what users say of a state before it becomes part of a message.
+
+    Raises:
+        UsageError: If the step is no whole number of 64 bits, or the metadata are not pairs of text, at most 256 and of
+            64 KiB together.
+    """
+    try:
+        msgspec.convert(step, _Step)
+        size = len(_encoder.encode(msgspec.convert(dict(metadata), _Metadata)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"step {step!r} or its metadata cannot be part of a message: {error}") from error
+    if size > _MAX_METADATA_BYTES:
+        raise UsageError(f"metadata of {size} bytes are over the limit of {_MAX_METADATA_BYTES}; say less with a step")
 
 
 def check_writer_name(name: str) -> str:

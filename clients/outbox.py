@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from deltabus.bus.errors import WaitTimeoutError
+from deltabus.bus.errors import UsageError, WaitTimeoutError
+from deltabus.bus.message import check_step_and_metadata
 from deltabus.codecs.changes import Changes, compose
 from deltabus.codecs.schema import Schema
 from deltabus.codecs.shadow import Shadow, Snapshot, capture
@@ -61,11 +62,16 @@ class Draft:
     def followed_by(self, later: Draft) -> Draft:
         """Return one draft that does what this one and the later one do."""
         whole = self.changes is None or later.changes is None
+        metadata = {**self.metadata, **later.metadata}
+        try:
+            check_step_and_metadata(later.step, metadata)
+        except UsageError:  # together they are too much for one message
+            metadata = dict(later.metadata)
         return Draft(
             step=later.step,
             changes=None if whole else compose(self.changes, later.changes),  # type: ignore[arg-type]
             anchor=self.anchor or later.anchor,
-            metadata={**self.metadata, **later.metadata},
+            metadata=metadata,
             waiting=self.waiting + later.waiting,
         )
 
@@ -120,6 +126,7 @@ class Outbox:
         Raises:
             WaitTimeoutError: If the limit is reached.
         """
+        self._announce()  # what was put back after a failure waits for somebody to ask for it
         with self._changed:
             if not self._changed.wait_for(lambda: self._draft is None or unless(), timeout):
                 raise WaitTimeoutError(

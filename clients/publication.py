@@ -99,6 +99,7 @@ class Publication:
             WaitTimeoutError: If the limit is reached; the publication goes on.
             PublishError: If the step could not be stored. Its changes are not lost: they travel with the next one.
             FencedError: If another process took the log over.
+            ClosedError: If the publisher was closed before.
         """
         try:
             return self._future.result(timeout)

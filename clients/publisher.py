@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
+import operator
 import os
 import threading
 import time
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deltabus.bus.core import LogWriter
 from deltabus.bus.errors import ClosedError, PublishError, UsageError
-from deltabus.bus.message import check_writer_name
+from deltabus.bus.message import check_step_and_metadata, check_writer_name
 from deltabus.bus.policy import AnchorPolicy, parse_policy
 from deltabus.bus.transport import Transport
 from deltabus.codecs.checkpoint import load_checkpoint
@@ -104,18 +104,22 @@ class Publisher:
             self._sender, self._task = self._loop.run(
                 self._open(transport, policy, encoding), timeout=timeout, what=f"opening {self.url}"
             )
-            self._transport = transport
-            if have is not None:
-                self._recognise(self._collect(load_checkpoint(have) if isinstance(have, str | os.PathLike) else have))
         except BaseException:
             self._loop.stop()
             self._pool.shutdown(cancel_futures=True)
+            raise
+        self._transport = transport
+        try:
+            if have is not None:
+                self._recognise(self._collect(load_checkpoint(have) if isinstance(have, str | os.PathLike) else have))
+        except BaseException:
+            self._shut_down()
             raise
         self._farewell = weakref.finalize(self, _left_open, self._outbox, self.url)
 
     async def _open(
         self, transport: Transport, policy: AnchorPolicy, encoding: str | None
-    ) -> tuple[Sender, concurrent.futures.Future[None]]:
+    ) -> tuple[Sender, asyncio.Task[None]]:
         await transport.__aenter__()
         try:
             log = LogWriter(transport, self._writer_name)
@@ -124,7 +128,7 @@ class Publisher:
             await transport.close()
             raise
         sender = Sender(log, self._outbox, policy=policy, encoding=encoding, pool=self._pool)
-        return sender, self._loop.submit(sender.run())
+        return sender, asyncio.create_task(sender.run())
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +155,8 @@ class Publisher:
         Args:
             step: The training step they belong to.
             model: The model, or a mapping of names to tensors.
-            metadata: Key-value pairs that travel with the message.
+            metadata: Pairs of text that travel with the message; at most 256, and 64 KiB together. When publications
+                are folded, the newer value of a key counts.
 
         Raises:
             UsageError: If the model or an argument cannot be published.
@@ -169,6 +174,7 @@ class Publisher:
         try:
             self._check_open()
             self._raise_failure()
+            step, metadata = _said(step, metadata)
             state = self._collect(model)
             if self._outbox.shadow is None:
                 self._recognise(state)
@@ -177,16 +183,17 @@ class Publisher:
                     self._timeout, unless=lambda: (self._sender.failure or self._sender.fatal) is not None
                 )
                 self._raise_failure()
-            publication = self._outbox.capture(
-                step, state, metadata=dict(metadata or {}), anchor=self._anchor_asked, called=called
-            )
+            publication = self._outbox.capture(step, state, metadata=metadata, anchor=self._anchor_asked, called=called)
             self._anchor_asked = False
             return publication
         finally:
             self._publishing.release()
 
     def request_anchor(self) -> None:
-        """Let the next publication be followed by an anchor."""
+        """Let the next publication be followed by an anchor.
+
+        While another anchor is on its way, it is the first publication after that.
+        """
         self._anchor_asked = True
 
     def flush(self, timeout: float | None = None) -> None:
@@ -225,15 +232,20 @@ class Publisher:
         finally:
             self._closed = True
             self._farewell.detach()
-            self._task.cancel()
-            try:
-                self._loop.run(self._close_transport(), timeout=self._timeout, what=f"closing {self.url}")
-            finally:
-                self._loop.stop()
-                self._pool.shutdown(cancel_futures=True)
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        try:
+            self._loop.run(self._close_transport(), timeout=self._timeout, what=f"closing {self.url}")
+        finally:
+            self._loop.stop()
+            self._sender.give_up()
+            self._pool.shutdown(cancel_futures=True)
 
     async def _close_transport(self) -> None:
-        await asyncio.gather(asyncio.wrap_future(self._task), return_exceptions=True)
+        # The task puts back what it was about to send; only then all handles can be told.
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._sender.aclose()
         await self._transport.close()
 
@@ -267,6 +279,16 @@ class Publisher:
                 f"an earlier step could not be stored in {self.url}: {failure} Nothing is lost yet: publish again and "
                 "its changes travel with the next step."
             ) from failure
+
+
+def _said(step: int, metadata: Mapping[str, str] | None) -> tuple[int, dict[str, str]]:
+    """Return a step and its metadata as a message can carry them."""
+    try:
+        step, said = operator.index(step), dict(metadata or {})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a step is a whole number, and metadata map text to text: {error}") from error
+    check_step_and_metadata(step, said)
+    return step, said
 
 
 def _left_open(outbox: Outbox, url: str) -> None:

@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from deltabus.bus.core import LogWriter
-from deltabus.bus.errors import ClosedError, CodecError, DeltabusError, FencedError, OvertakenError, RetentionGapError
+from deltabus.bus.errors import (
+    ClosedError,
+    CodecError,
+    DeltabusError,
+    FencedError,
+    OvertakenError,
+    PublishError,
+    RetentionGapError,
+)
 from deltabus.bus.message import Blob, Kind, Message, Stats
 from deltabus.bus.planner import plan
 from deltabus.bus.policy import AnchorPolicy, SinceAnchor
@@ -72,6 +80,7 @@ class Sender:
         self._since = _since_anchor(writer.history)
         self._schemas: dict[bytes, Blob] = {}
         self._anchoring: asyncio.Task[None] | None = None
+        self._anchor_owed = False
         self._arrived = asyncio.Event()
         self._progress = asyncio.Condition()
         self._busy = False
@@ -122,6 +131,10 @@ class Sender:
         if self._anchoring is not None:
             self._anchoring.cancel()
             await asyncio.gather(self._anchoring, return_exceptions=True)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Tell whoever still waits that it was in vain; when nothing runs any more."""
         taken = self._outbox.take(snapshot=False)
         if taken is not None:
             left, view, _ = taken
@@ -134,8 +147,7 @@ class Sender:
             self._progress.notify_all()
 
     async def _send_next(self) -> None:
-        due = self._anchoring is None and self._policy.due(self._since)
-        taken = self._outbox.take(snapshot=due)
+        taken = self._outbox.take(snapshot=self._anchor_due())
         if taken is None:
             return
         draft, view, schema = taken
@@ -160,11 +172,25 @@ class Sender:
             # What was published meanwhile carries these changes too, and deserves an attempt of its own.
             self._stalled = not self._outbox.awaited
 
+    def _anchor_due(self) -> bool:
+        if self._anchoring is not None:
+            return False
+        try:
+            return self._anchor_owed or self._policy.due(self._since)
+        except Exception as error:  # a user's own policy: steps go on without an anchor
+            self.failure = error
+            _log.error("the anchor policy %r failed: %s", self._policy, error)
+            return False
+
     def _fail(self, draft: Draft, error: Exception) -> None:
         self.failure = error
         _log.error("step %d of writer %s was not published: %s", draft.step, self._writer.writer, error)
+        told = error
+        if not isinstance(error, FencedError | ClosedError):
+            told = PublishError(f"step {draft.step} could not be stored; its changes travel with the next one: {error}")
+            told.__cause__ = error
         for waiting in draft.waiting:
-            waiting.publication.fail(error)
+            waiting.publication.fail(told)
 
     async def _send(self, draft: Draft, view: Snapshot | None, schema: Schema) -> None:
         """Make a draft durable; start an anchor beside it where one is due."""
@@ -174,11 +200,14 @@ class Sender:
                 if view is None:
                     raise CodecError("a whole state is to be published, but no snapshot of it was taken")
                 message, payload = await self._commit_anchor(draft, view, schema, version=self._writer.next_version)
+                self._anchor_owed = False
             else:
                 message, payload = await self._commit_delta(draft, base)
                 if view is not None and self._anchoring is None:
                     self._anchoring = asyncio.create_task(self._anchor_beside(draft, view, schema, message))
-                    view = None
+                    self._anchor_owed, view = False, None
+                elif draft.anchor:
+                    self._anchor_owed = True
         finally:
             if view is not None:
                 view.release()
