@@ -25,6 +25,7 @@ from .cursor import Cursor
 from .dtypes import Order
 
 __all__ = [
+    "Bytes",
     "estimate_planes",
     "pack_plane",
     "pack_planes",

@@ -7,7 +7,17 @@ import numpy.typing as npt
 
 from . import kernel
 
-__all__ = ["ESCAPE", "GAPS_IN_BLOCK", "NO_PARAMETER", "choose_parameters", "read_gaps", "write_gaps"]
+__all__ = [
+    "ESCAPE",
+    "GAPS_IN_BLOCK",
+    "NO_PARAMETER",
+    "Parameters",
+    "Positions",
+    "Words",
+    "choose_parameters",
+    "read_gaps",
+    "write_gaps",
+]
 
 GAPS_IN_BLOCK = 128
 """Gaps that share a parameter."""
