@@ -32,7 +32,8 @@ class EndToEnd:
         anchor: Bytes of the anchor.
         memcpy: A copy of the tensors by one thread, in the trainer.
         applied: From the call of `publish` until the engine holds the step.
-        stages: Of that way: `blocked` (inside `publish`), `encode`, `upload`, `download`, `decode`, `apply`.
+        stages: Of that way, one after the other: `blocked` (inside `publish`), `encode`, `upload` (what comes after
+            encoding), `download`, `decode`, `apply`, and `between` (the record, and until it is noticed).
         full: From the call of `save_file` until the engine holds the whole state.
         full_stages: Of that way: `save`, `load`, `copy`.
         newcomer: From the first `publish` until an engine that held nothing has the whole state.
@@ -141,6 +142,7 @@ def _measure(  # noqa: PLR0917 - private, called in one place
     def median(values: list[dict[str, float]], key: str) -> float:
         return statistics.median(value[key] for value in values)
 
+    stages = [_stages(*both) for both in zip(sent, taken, strict=True)]
     return EndToEnd(
         total=schema.total,
         model=schema.nbytes,
@@ -149,12 +151,18 @@ def _measure(  # noqa: PLR0917 - private, called in one place
         anchor=anchor["nbytes"],
         memcpy=trainer.ask("memcpy")["memcpy"],
         applied=statistics.median(b["applied"] - a["called"] for a, b in zip(sent, taken, strict=True)),
-        stages={"blocked": median(sent, "blocked")}
-        | {stage: median([step["seconds"] for step in sent], stage) for stage in ("encode", "upload")}
-        | {stage: median([step["seconds"] for step in taken], stage) for stage in ("download", "decode", "apply")},
+        stages={stage: statistics.median(step[stage] for step in stages) for stage in stages[0]},
         full=statistics.median(b["applied"] - a["called"] for a, b in zip(saved, loaded, strict=True)),
         full_stages={"save": median(saved, "save"), "load": median(loaded, "load"), "copy": median(loaded, "copy")},
         newcomer=newcomer,
         memory=memory,
         exact=exact,
     )
+
+
+def _stages(sent: dict[str, Any], taken: dict[str, Any]) -> dict[str, float]:
+    """Return the stages of one step; they add up to the whole way."""
+    encode = sent["seconds"]["encode"]
+    stages = {"blocked": sent["blocked"], "encode": encode, "upload": sent["seconds"]["upload"] - encode}
+    stages |= {stage: taken["seconds"][stage] for stage in ("download", "decode", "apply")}
+    return stages | {"between": max(0.0, taken["applied"] - sent["called"] - sum(stages.values()))}

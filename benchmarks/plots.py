@@ -32,7 +32,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def _bits(results: Results) -> Figure:
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()
     densities = [100 * each.changed / each.total for each in results.sweep]
     for first in results.sweep[0].rows:
@@ -53,17 +53,20 @@ def _bits(results: Results) -> Figure:
         places = [100 * each.changed / each.total for each in settled]
         heights = [each.bits(row(each, AUTOMATIC).nbytes) for each in settled]
         axes.scatter(places, heights, marker="*", s=90, color="tab:red", zorder=5, label="deltabus, real checkpoints")
-    axes.set(xscale="log", yscale="log", xlabel="changed elements, %", ylabel="bits per changed element", ylim=(3, 120))
+    axes.set(
+        xscale="log", yscale="log", xlabel="changed elements, %", ylabel="bits per changed element", ylim=(3.5, 110)
+    )
     axes.set_title(f"What a changed bf16 element costs ({results.sweep[0].total / 1e6:.0f} M made-up weights)")
     axes.set_yticks([4, 6, 8, 12, 16, 24, 32, 48, 96], ["4", "6", "8", "12", "16", "24", "32", "48", "96"], minor=False)
+    axes.set_xticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def _run(results: Results) -> Figure:
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(results.real):
         steps = range(1, len(run.steps) + 1)
@@ -77,19 +80,19 @@ def _run(results: Results) -> Figure:
         yscale="log", xlabel="step", ylabel="kB a step", title="A fine-tuning run of all-MiniLM-L6-v2 (22.7 M elements)"
     )
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def _times(results: Results) -> Figure:
-    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(1, 3))
     way = results.end_to_end
     _stack(above, {"full checkpoint": way.full_stages, "deltabus": way.stages})
     above.set(xlabel="seconds", title=f"Trainer to engine, {way.total / 1e6:.0f} M elements, two processes, local disk")
     stages = {each.name: each.stages for each in reversed(results.whole.rows)}
     _stack(below, stages)
-    below.set(xlabel="memcpys of the tensors", title=f"Each format at {results.whole.label}, in memory")
+    below.set(xlabel="memcpys of the tensors", title=f"{results.whole.label}: each format, in memory")
     return figure
 
 
@@ -104,4 +107,4 @@ def _stack(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
             widths.append(stages.get(name, 0.0))
         axes.barh(list(bars), widths, left=lefts, label=name, color=f"C{number}")
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

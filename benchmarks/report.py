@@ -34,7 +34,7 @@ class Table:
         """Return it for the terminal."""
         table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE_HEAD)
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
         for cells in self.rows:
             table.add_row(*cells)
         return table

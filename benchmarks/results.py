@@ -31,7 +31,7 @@ class RealRun:
 
     def settled(self) -> PairFigures:
         """Return all steps but the first two as one."""
-        return combine(self.label, self.steps[_SETTLED:])
+        return combine(f"{self.label}, steps {_SETTLED + 1} to {len(self.steps)}", self.steps[_SETTLED:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def goals(results: Results) -> list[Goal]:
             at_most("anchor of real weights: share of raw bf16", row(run.steps[-1], ANCHOR).nbytes / raw, 0.7)
     worst = max(row(each, AUTOMATIC).nbytes / _best_other(each) for each in results.sweep)
     at_most("any density: size as multiple of the best other row", worst, 1.0)
-    at_most(f"{whole.label} of {whole.total / 1e6:.0f} M elements: MB a step", ours.nbytes / 1e6, 5.5)
+    at_most(f"{whole.label}: MB a step", ours.nbytes / 1e6, 5.5)
     at_most("detect + encode, one core: memcpys", ours.encode, 4.0)
     threads = [each for each in whole.rows if each.name.startswith(f"{AUTOMATIC}, ")]
     if threads:

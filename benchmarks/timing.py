@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -168,7 +169,18 @@ def machine() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "from source"
+    found["revision"] = _revision()
     return found
+
+
+def _revision() -> str:
+    """Return the commit of the sources, and whether they were changed since."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def _line(path: Path, key: str) -> str:
