@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -49,6 +50,12 @@ def bits(model: nn.Module) -> dict[str, bytes]:
         name: tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         for name, tensor in model.state_dict().items()
     }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of every tensor's name and bytes, to compare states across processes."""
+    held = bits(model)
+    return hashlib.sha256(b"".join(name.encode() + held[name] for name in sorted(held))).hexdigest()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,227 @@
+"""`kill -9` at every moment: of a trainer, of a reader, of a trainer that is followed, and two trainers at once."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deltabus import Publisher, Subscriber
+from deltabus.bus.message import Kind
+from deltabus.cli.verify import verify_topic
+from deltabus.codecs.checkpoint import save_checkpoint
+from deltabus.codecs.state import collect
+
+from .history import messages_in, states_in
+from .support import LIMIT, fingerprint, small_model, train
+from .system import CALLS
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 4
+ROUNDS = 8
+RACES = 8
+ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # so that a process has no threads and may fork
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory in memory where there is one: what a killed process wrote survives there as well, and sooner."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as directory:
+        yield Path(directory)
+
+
+def command(script, *arguments):
+    return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+
+
+@contextmanager
+def lines_of(script, *arguments):
+    """What a script prints, line by line while it runs; it must end well."""
+    with subprocess.Popen(command(script, *arguments), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            yield process.stdout
+            assert process.wait(LIMIT) == 0
+        finally:
+            process.kill()
+
+
+def model_at(step):
+    model = small_model()
+    for earlier in range(step + 1):
+        train(model, earlier)
+    return model
+
+
+def follow(topic):
+    """What a reader has that starts from nothing."""
+    model = small_model(99)
+    for update in Subscriber(topic, idle_timeout=LIMIT, workers=1).sync():
+        update.apply(model)
+        return fingerprint(model), update.version
+    raise AssertionError("the topic brought nothing")
+
+
+def told_in(path):
+    """What trainers were told is durable: versions, steps and fingerprints."""
+    words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return {(int(version), int(step), print_) for version, step, print_ in words}
+
+
+def check_topic(topic, told):
+    """Check that a topic is whole and holds what was told, and return its messages with their states."""
+    found = states_in(topic)
+    assert told <= {(message.version, message.step, print_) for message, print_ in found}
+    assert len({(message.version, print_) for message, print_ in found}) == len({m.version for m, _ in found})
+    if found:
+        report = verify_topic(topic.as_uri())
+        assert (report.ok, report.replayed, report.unreachable) == (True, len(found), 0), report.problems
+        newest, print_ = max(found, key=lambda pair: pair[0].version)
+        assert follow(topic) == (print_, newest.version)
+    return found
+
+
+def restart(topic, found, holding):
+    """Let a new trainer go on, holding the newest state, an older one of another branch, or nothing."""
+    newest = max((message for message, _ in found), key=lambda message: message.version, default=None)
+    step, version, epoch = (newest.step, newest.version, found[-1][0].epoch) if newest else (-1, 0, 0)
+    model, branch = model_at(step), 0
+    if holding == "older":
+        model, branch = model_at(step - 1), 1000
+    published = []
+    with Publisher(topic, have=None if holding == "nothing" else model, anchor="never", workers=1) as publisher:
+        for later in (step + 1, step + 2):
+            train(model, branch + later)
+            message = publisher.publish(later, model).result(LIMIT).message
+            published.append((message, fingerprint(model)))
+    first = Kind.DELTA if newest and holding == "newest" else Kind.ANCHOR
+    assert [message.kind for message, _ in published] == [first, Kind.DELTA]
+    assert [message.version for message, _ in published] == [version + 1, version + 2]
+    assert {message.epoch for message, _ in published} == {epoch + 1}
+    return published
+
+
+def test_trainer_killed_at_any_call_leaves_a_topic_that_goes_on(place):
+    prints = [fingerprint(model_at(step)) for step in range(STEPS)]
+    deaths, restarts, left = Counter(), Counter(), 0
+    with lines_of("killed_trainer.py", "calls", place, STEPS) as lines:
+        for what, name, *call in map(str.split, lines):
+            topic = place / name / "topic"
+            number, moment = name.split("-")
+            if what == "survived":
+                survivor = int(number), topic
+                continue
+            found = check_topic(topic, told_in(place / name / "durable"))
+            assert [print_ for _, print_ in found] == [prints[message.step] for message, _ in found]
+            holding = ("newest", "nothing", "newest", "older")[(int(number) + (moment == "after")) % 4]
+            published = restart(topic, found, holding)
+            assert check_topic(topic, told_in(place / name / "durable")) == found + published
+            left += any(topic.rglob(".tmp-*"))
+            restarts[holding, bool(found)] += 1
+            deaths[moment, *call] += 1
+    number, topic = survivor
+    kinds = [message.kind for message in messages_in(topic)]
+    assert kinds == [Kind.ANCHOR, Kind.DELTA, Kind.DELTA, Kind.ANCHOR, Kind.DELTA]
+    files = sum(path.is_file() for path in topic.rglob("*"))
+    assert files == 1 + 2 * len(kinds), "a schema, and a blob and a record for each message"
+    for moment in ("before", "after"):
+        assert sum(count for (when, _), count in deaths.items() if when == moment) == number
+        assert deaths[moment, "link"] == deaths[moment, "unlink"] == files
+        assert deaths[moment, "fsync"] >= 2 * files and deaths[moment, "write"] > files
+        assert {call for when, call in deaths if when == moment} == CALLS
+    assert left > number / 4, "hardly a trainer died while it wrote"
+    assert len(restarts) == 6
+    print(f"{sum(deaths.values())} deaths: {dict(deaths)}; restarts: {dict(restarts)}")
+
+
+async def follow_live(topic, *, latest):
+    """Follow until the last step, comparing every state with what its trainer said of it; the versions applied."""
+    model, seen = small_model(99), []
+    async with Subscriber(topic, latest=latest, idle_timeout=LIMIT, workers=1) as subscriber:
+        async for update in subscriber:
+            update.apply(model)
+            assert fingerprint(model) == update.metadata["bits"]
+            seen.append(update.version)
+            if "last" in update.metadata:
+                break
+    return seen
+
+
+async def test_readers_follow_a_trainer_that_is_killed_again_and_again(place):
+    async def run():
+        process = await asyncio.create_subprocess_exec(
+            *command("killed_trainer.py", "rounds", place, ROUNDS), env=ENVIRONMENT
+        )
+        assert await process.wait() == 0
+
+    topic = place / "topic"
+    async with asyncio.timeout(4 * LIMIT), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run())
+        every, newest = (tasks.create_task(follow_live(topic, latest=latest)) for latest in (False, True))
+
+    found = await asyncio.to_thread(check_topic, topic, told_in(place / "durable"))
+    assert all(print_ == message.metadata["bits"] for message, print_ in found)
+    versions = sorted({message.version for message, _ in found})
+    assert versions == list(range(1, versions[-1] + 1))
+    assert every.result() == versions[every.result()[0] - 1 :]
+    assert newest.result() == sorted(set(newest.result())) and newest.result()[-1] == versions[-1]
+    begun = {message.epoch: message.kind for message, _ in reversed(found)}
+    assert sorted(begun) == list(range(1, ROUNDS + 2))
+    assert set(list(begun.values())[:-1]) == set(Kind), "some went on with a delta, some had to publish an anchor"
+
+
+def test_killed_reader_goes_on_from_what_its_memory_holds(place):
+    with Publisher(place / "topic", anchor="never", workers=1) as publisher:
+        for step in range(4):
+            model = model_at(step)
+            publisher.publish(step, model).result(LIMIT)
+            if step == 1:
+                state = collect(model)
+                save_checkpoint(place / "old", state.schema, state.read)
+                old = fingerprint(model)
+    newest = fingerprint(model)
+    with lines_of("killed_reader.py", place / "topic", place / "old", newest) as lines:
+        deaths = list(map(json.loads, lines))
+    counts = Counter((death["place"], death["holding"], death["moment"]) for death in deaths)
+    for work, count in {("download", True): 3, ("download", False): 5, ("apply", True): 6, ("load", False): 6}.items():
+        assert counts[*work, "before"] == counts[*work, "after"] == count
+    mixtures = Counter()
+    for death in deaths:
+        assert death["reached"] == newest
+        if death["left"] == newest:
+            assert death["place"] != "download" and death["moment"] == "after" and "whole" not in death
+            continue
+        assert (death["version"], death["whole"]) == (4, death["left"] != old)
+        assert death["base"] == ("None" if death["whole"] else "trainer@2")
+        if death["place"] == "download":
+            assert death["whole"] != death["holding"], "what lay in memory was not touched"
+        elif death["place"] == "apply" and death["whole"]:
+            mixtures[death["moment"]] += 1
+    assert mixtures == {"before": 5, "after": 5}
+
+
+def test_of_two_trainers_that_start_at_once_one_writes_history(place):
+    with lines_of("killed_trainer.py", "races", place, RACES) as lines:
+        assert list(lines) == []
+    for number in range(RACES):
+        directory = place / str(number)
+        fenced, told = 0, set()
+        for path in directory.glob("durable-*"):
+            *lines, last = path.read_text().splitlines()
+            fenced += last == "fenced"
+            path.write_text("\n".join(lines if last == "fenced" else [*lines, last]))
+            told |= told_in(path)
+        found = check_topic(directory / "topic", told)
+        assert all(print_ == message.metadata["bits"] for message, print_ in found)
+        writers = {(message.epoch, message.metadata["racer"]) for message, _ in found}
+        assert len(writers) == len(dict(writers))
+        # Those that both took the topic for new when they started differ in nothing but who was first.
+        assert fenced == 1 if number % 2 == 0 else fenced <= 1
+        if number % 2 == 0:
+            assert len(writers) == 1 and [message.version for message, _ in found] == [1, 2, 3, 4, 5]
