@@ -13,6 +13,9 @@ from rows import AUTOMATIC, FULL
 
 __all__ = ["draw"]
 
+_REDS = (6, 7)
+"""Places in the sequence of colors that are left to the automatic choice."""
+
 _BOUND: dict[str, Any] = {"color": "black", "linewidth": 1.2}
 
 
@@ -34,6 +37,9 @@ def draw(results: Results, folder: Path) -> list[Path]:
 def _bits(results: Results) -> Figure:
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(
+        color=[color for number, color in enumerate(mpl.color_sequences["tab20"]) if number not in _REDS]
+    )
     densities = [100 * each.changed / each.total for each in results.sweep]
     for first in results.sweep[0].rows:
         if "threads" in first.name or "anchor" in first.name or first.name.startswith(FULL):

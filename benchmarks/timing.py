@@ -153,7 +153,7 @@ def usable_cores() -> int:
 
 
 def machine() -> dict[str, str]:
-    """Return what figures depend on: processor, memory, system and versions."""
+    """Return what figures depend on: processor, memory, system, versions, and what else the machine has to do."""
     found = {
         "cores": str(usable_cores()),
         "system": f"{platform.system()} {platform.machine()}",
@@ -170,6 +170,7 @@ def machine() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "from source"
     found["revision"] = _revision()
+    found["load before"] = f"{os.getloadavg()[0]:.1f}"
     return found
 
 

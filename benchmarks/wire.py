@@ -95,6 +95,7 @@ def _plan(*, quick: bool, all_layers: bool) -> _Plan:
 
 def _measure(plan: _Plan, quick: bool, log: Console) -> Results:
     started = time.monotonic()
+    about = machine()  # now, because the sources may change meanwhile
     cores = usable_cores()
 
     def say(text: str) -> None:
@@ -116,7 +117,7 @@ def _measure(plan: _Plan, quick: bool, log: Console) -> Results:
     say("from end to end")
     way = end_to_end.run(plan.whole, 0.01, steps=plan.steps, place=_CACHE, progress=say)
     command = f"make bench ARGS={shlex.quote(shlex.join(sys.argv[1:]))}" if sys.argv[1:] else "make bench"
-    return Results(command, quick, machine(), real, sweep, whole, way, time.monotonic() - started)
+    return Results(command, quick, about, real, sweep, whole, way, time.monotonic() - started)
 
 
 def _real(plan: _Plan, say: Callable[[str], object]) -> list[RealRun]:
