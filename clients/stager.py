@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import time
 from collections import deque
@@ -182,38 +181,38 @@ class Stager:
         """Run a decoder in a thread, over parts that are fetched ahead of it."""
         loop = asyncio.get_running_loop()
         parts = self._fetch_all(message.blobs)
-        turn = asyncio.Lock()
-        coming: list[concurrent.futures.Future[bytes | None]] = []
+        coming: asyncio.Task[bytes | None] | None = None
         stopped = False
 
         async def following() -> bytes | None:
-            async with turn:
-                return await anext(parts, None)
+            nonlocal coming
+            if stopped:
+                return None
+            coming = asyncio.current_task()
+            return await anext(parts, None)
 
         def taken() -> Iterator[bytes]:
             while not stopped:
                 before = time.perf_counter()
-                coming[:] = [asyncio.run_coroutine_threadsafe(following(), loop)]
-                part = coming[0].result()
+                part = asyncio.run_coroutine_threadsafe(following(), loop).result()
                 download[0] += time.perf_counter() - before
                 if part is None:
                     return
                 yield part
 
         def stop() -> None:
+            # On the loop, where `following` begins: either it sees this, or it is called off.
             nonlocal stopped
             stopped = True
-            for future in coming:
-                future.cancel()
+            if coming is not None:
+                coming.cancel()
 
         # A thread of its own: it waits for downloads, which need the loop's common threads themselves.
         with ThreadPoolExecutor(1, thread_name_prefix="deltabus-stage") as thread:
             try:
                 return await in_thread(decode, taken(), on_cancel=stop, executor=thread)
             finally:
-                stop()
-                async with turn:  # a download that was called off may not have ended yet
-                    await parts.aclose()
+                await parts.aclose()
 
     async def _fetch_all(self, blobs: Sequence[Blob]) -> AsyncGenerator[bytes, None]:
         """Yield blobs in order, a few of them on their way at once."""
@@ -254,6 +253,7 @@ async def in_thread(
         while not running.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
+        _ = running.cancelled() or running.exception()  # nobody else asks, and asyncio would report it as forgotten
         raise
 
 

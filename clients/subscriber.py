@@ -25,7 +25,7 @@ from deltabus.transports import open_transport
 
 from .bridge import LoopThread
 from .holdings import Holdings
-from .stager import Stager
+from .stager import Stager, in_thread
 from .update import Staged, Update
 from .workers import usable_cores
 
@@ -254,12 +254,20 @@ class Subscriber:
         return plan(self._sequencer.messages, have=self._stager.state, target=cut.state).messages
 
     async def _hand_over(self, staged: Staged) -> None:
-        async with self._handover:
-            if self._latest and self._ready:
-                self._ready[-1] = self._ready[-1].followed_by(staged)
-            else:
-                self._ready.append(staged)
-            self._handover.notify_all()
+        while True:
+            waiting = self._ready[-1] if self._latest and self._ready else None
+            # Folding takes long where much has changed, and `waiting` may be taken meanwhile.
+            folds = waiting is not None and staged.base is not None
+            update = await in_thread(waiting.followed_by, staged) if waiting is not None and folds else staged
+            async with self._handover:
+                if waiting is None:
+                    self._ready.append(update)
+                elif self._ready and self._ready[-1] is waiting:
+                    self._ready[-1] = update if folds else waiting.followed_by(staged)
+                else:
+                    continue
+                self._handover.notify_all()
+                break
         while not self._latest and len(self._ready) >= _AHEAD:
             self._taken.clear()
             await self._taken.wait()

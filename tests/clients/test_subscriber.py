@@ -27,6 +27,7 @@ from deltabus.codecs.checkpoint import save_checkpoint
 from deltabus.codecs.state import collect
 from deltabus.transports import open_transport
 from deltabus.transports.memory import drop_topic
+from deltabus.update import Staged
 
 from .support import LIMIT, Faults, FaultyTransport, bits, faulty, small_model, train
 
@@ -110,6 +111,37 @@ async def test_latest_folds_what_has_piled_up(url):
                 assert not update.whole
                 steps.append(update.step)
     assert steps == sorted(set(steps))
+
+
+async def test_update_that_is_taken_while_the_next_is_folded_into_it_stays_whole(url, monkeypatch):
+    held, folding, go_on = small_model(9), threading.Event(), threading.Event()
+    real = Staged.followed_by
+
+    def slow(self, later):
+        folding.set()
+        assert go_on.wait(LIMIT)
+        return real(self, later)
+
+    with Trainer(url, anchor="never") as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            trainer.publish()
+            await asyncio.wait_for(waiting_in(subscriber), LIMIT)
+            monkeypatch.setattr(Staged, "followed_by", slow)
+            trainer.publish()
+            assert await asyncio.to_thread(folding.wait, LIMIT), "the loop goes on while updates are folded"
+            (await anext(subscriber)).apply(held)
+            assert bits(held) == trainer.states[1]
+            go_on.set()
+            (await anext(subscriber)).apply(held)
+            assert bits(held) == trainer.states[2]
+
+
+async def waiting_in(subscriber):
+    """Wait until an update lies ready."""
+    async with subscriber._handover:
+        await subscriber._handover.wait_for(lambda: subscriber._ready)
 
 
 async def test_restarted_follower_goes_on_from_what_its_model_holds(url):
@@ -517,14 +549,15 @@ def test_synchronous_loop(url):
     held = small_model(9)
     with Trainer(url) as trainer:
         trainer.publish()
-        before = set(threading.enumerate())
         for update in Subscriber(url, idle_timeout=LIMIT).sync():
             update.apply(held)
             assert bits(held) == trainer.states[update.step]
             if update.step == 3:
                 break
             trainer.publish()
-        assert set(threading.enumerate()) <= before
+        left = [thread.name for thread in threading.enumerate()]
+        ours = ("deltabus subscriber", "deltabus-decode", "deltabus-stage")
+        assert not [name for name in left if name.startswith(ours)]
         with pytest.raises(WaitTimeoutError):
             for _ in Subscriber(url, have=held, idle_timeout=0.05).sync():
                 pass
