@@ -90,6 +90,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._shadow: Shadow | None = None
         self._draft: Draft | None = None
+        self._torn = False
         self._arrived: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     @property
@@ -139,12 +140,13 @@ class Outbox:
     ) -> Publication:
         """Take what changed since the last capture into the waiting draft, and return its handle.
 
-        When it returns, the caller may change the tensors. When it raises, nothing was captured.
+        When it returns, the caller may change the tensors. When it raises, nothing was captured; if interrupted,
+        the next call captures the whole state.
 
         Raises:
             UnsupportedTensorError: If a tensor cannot be read.
         """
-        if self._shadow is not None and self._shadow.schema == state.schema:
+        if not self._torn and self._shadow is not None and self._shadow.schema == state.schema:
             changes: Changes | None = capture(state, self._shadow, pool=self._pool)
             shadow = self._shadow
         else:
@@ -154,11 +156,14 @@ class Outbox:
             draft = Draft(step, changes, anchor, metadata)
             if self._draft is not None:
                 draft = self._draft.followed_by(draft)
+            # An interrupt (Ctrl-C) before the draft is in its place must leave no shadow that is ahead of the drafts.
+            self._torn = True
             if changes is not None:
                 shadow.advance(changes)
             self._shadow = shadow
             waiting = Waiting(publication, called, time.monotonic() - called)
             self._draft = replace(draft, waiting=(*draft.waiting, waiting))
+            self._torn = False
         self._announce()
         return publication
 
@@ -173,6 +178,8 @@ class Outbox:
             if draft is None or self._shadow is None:
                 return None
             self._changed.notify_all()
+            if self._torn:
+                draft = replace(draft, changes=None)
             view = self._shadow.snapshot() if snapshot or draft.anchor or draft.changes is None else None
             return draft, view, self._shadow.schema
 

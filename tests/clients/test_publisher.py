@@ -26,6 +26,7 @@ from deltabus.bus.errors import (
 from deltabus.bus.message import Kind
 from deltabus.bus.policy import AnchorPolicy
 from deltabus.cli.verify import verify_topic
+from deltabus.codecs.shadow import Shadow
 from deltabus.transports import open_transport
 from deltabus.transports.memory import drop_topic
 
@@ -315,6 +316,25 @@ def test_publisher_that_cannot_be_made_leaves_nothing_open(url, monkeypatch):
     assert closed and set(threading.enumerate()) <= before
 
 
+async def test_interrupted_publish_leaves_nothing_out(url, monkeypatch):
+    model, real = small_model(), Shadow.advance
+
+    def interrupted(self, changes):
+        real(self, changes)
+        raise KeyboardInterrupt
+
+    with Publisher(url) as publisher:
+        publisher.publish(0, model).result(LIMIT)
+        train(model, 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Shadow, "advance", interrupted)
+            publisher.publish(1, model)
+        train(model, 2)
+        publisher.publish(2, model).result(LIMIT)
+    assert (await follow_to(url, 2))[0] == bits(model)
+    assert verify_topic(url).ok
+
+
 async def test_anchor_that_is_asked_for_while_another_is_on_its_way_comes_later(url, monkeypatch):
     model, go_on = small_model(), threading.Event()
 
@@ -561,7 +581,7 @@ async def test_selected_tensors_alone_are_published(url):
     assert all(after[name] == bits(model)[name] for name in changed)
 
 
-@pytest.mark.parametrize("encoding", ["overwrite", "step", "dense"])
+@pytest.mark.parametrize("encoding", ["conditional", "overwrite", "step", "dense"])
 async def test_every_encoding_can_be_forced(url, encoding):
     model = small_model()
     with Publisher(url, encoding=encoding) as publisher:
