@@ -240,7 +240,8 @@ def test_two_pulls_to_one_directory_do_not_mix(topic, out):
 def test_a_damaged_payload_is_never_a_checkpoint(topic, tmp_path, out):
     copy = topic.copy(tmp_path / "copy")
     blob = copy.blob(1)
-    blob.write_bytes(blob.read_bytes()[:-1] + b"\0")
+    data = blob.read_bytes()
+    blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptPayloadError, match=r"blobs/trainer/.*damaged"):
         pull_version(copy.url, out, version=2)
     assert not out.exists()
