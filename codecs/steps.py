@@ -17,7 +17,15 @@ import numpy.typing as npt
 from .changes import Bits
 from .dtypes import Order
 
-__all__ = ["Steps", "advance", "advance_zigzag", "ordered", "steps_between", "zigzag_between"]
+__all__ = [
+    "Steps",
+    "advance",
+    "advance_zigzag",
+    "distances_between",
+    "ordered",
+    "steps_between",
+    "zigzag_between",
+]
 
 
 class Steps(NamedTuple):
@@ -58,6 +66,26 @@ def steps_between(old: Bits, new: Bits, order: Order) -> Steps:
     step = ordered(new, order) - ordered(old, order)
     negative = step > old.dtype.type(np.iinfo(old.dtype).max >> 1)
     return Steps(negative, np.where(negative, ~step, step - one))
+
+
+def distances_between(old: Bits, new: Bits, order: Order) -> Bits:
+    """Return how far apart patterns lie, without sign and, unlike steps, without wrapping around the ends.
+
+    >>> infinities = np.array([0xFF80], np.uint16), np.array([0x7F80], np.uint16)
+    >>> distances_between(*infinities, Order.SIGN_MAGNITUDE)
+    array([65281], dtype=uint16)
+
+    Args:
+        old: Unsigned patterns of any shape.
+        new: As many, of the same dtype.
+        order: The order of their type; for `Order.PLAIN` they are unsigned numbers.
+    """
+    if order is not Order.PLAIN:
+        # Negative places, modulo 2^width, must come below the others.
+        top = old.dtype.type(1 << (old.dtype.itemsize * 8 - 1))
+        old, new = ordered(old, order) ^ top, ordered(new, order) ^ top
+    distances: Bits = np.maximum(old, new) - np.minimum(old, new)
+    return distances
 
 
 def advance(old: Bits, steps: Steps, order: Order) -> Bits:

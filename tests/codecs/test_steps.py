@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltabus.codecs.dtypes import Order
-from deltabus.codecs.steps import advance, advance_zigzag, ordered, steps_between, zigzag_between
+from deltabus.codecs.steps import (
+    advance,
+    advance_zigzag,
+    distances_between,
+    ordered,
+    steps_between,
+    zigzag_between,
+)
 
 WIDTHS = [np.dtype(code) for code in ("u1", "u2", "u4", "u8")]
 
@@ -76,3 +83,13 @@ def test_the_longest_step_is_down():
     steps = steps_between(old, new, Order.PLAIN)
     assert (bool(steps.negative[0]), int(steps.beyond[0])) == (True, 127)
     assert advance(old, steps, Order.PLAIN) == new
+
+
+@given(pairs())
+def test_distances_never_wrap(pair):
+    dtype, a, b, order = pair
+    signed = dtype.str.replace("u", "i") if order is Order.SIGN_MAGNITUDE else dtype
+    places = [int(ordered(np.array([bits], dtype), order).view(signed)[0]) for bits in (a, b)]
+    distances = distances_between(np.array([a, b], dtype), np.array([b, a], dtype), order)
+    assert distances.dtype == dtype
+    assert distances.tolist() == [abs(places[0] - places[1])] * 2
