@@ -228,10 +228,8 @@ class LogWriter:
             # From here on until the answer is known, also when cancelled, the record may come to be in the log.
             self._uncertain.add(identity)
             try:
+                # When the answer is lost, the same bytes once more: seeing them there would not say that they last.
                 await self._transport.append(self.writer, self._position, record)
-            except AppendUnknownError:
-                if await self._read_back() != record:
-                    raise
             except PositionTakenError as error:
                 there = await self._read_back()
                 if there != record:

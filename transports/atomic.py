@@ -182,9 +182,9 @@ def _sync_directory(folder: int) -> None:
 
 
 def make_directory(path: str, top: str) -> None:
-    """Make a directory and its parents, and force all their names from `top` downwards to disk.
+    """Make a directory and its parents, and force all their names from that of `top` downwards to disk.
 
-    Also names that were there before are forced: whoever made them may have died before that.
+    Also names that were there before are forced: whoever made them may have died, or failed, before that.
     """
     made = True
     try:
@@ -195,11 +195,13 @@ def make_directory(path: str, top: str) -> None:
         make_directory(os.path.dirname(path), top)  # noqa: PTH120
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)  # noqa: PTH102
+    parent = os.path.dirname(path)  # noqa: PTH120
     inside = path.startswith(top.rstrip("/") + "/")
     if inside:
-        make_directory(os.path.dirname(path), top)  # noqa: PTH120
-    if inside or made:
-        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: PTH120
+        make_directory(parent, top)
+    # The topic may be all that we have access to.
+    if inside or made or (path == top and os.access(parent, os.R_OK)):
+        folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync_directory(folder)
         finally:

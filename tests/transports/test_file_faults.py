@@ -173,6 +173,26 @@ async def test_a_file_system_whose_directories_cannot_be_forced(tmp_path, monkey
     assert len(synced) > 4
 
 
+async def test_a_topic_whose_name_is_not_ours_to_force(tmp_path, monkeypatch):
+    """The directory that holds the topic cannot be read; what is inside can be written all the same."""
+    (tmp_path / "topic").mkdir()
+    opened = []
+
+    def open_inside(path, *arguments, **options):
+        opened.append(path)
+        if path == str(tmp_path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return os.open(path, *arguments, **options)
+
+    monkeypatch.setattr(atomic, "os", FaultyOS())
+    monkeypatch.setattr(atomic.os, "open", open_inside, raising=False)
+    monkeypatch.setattr(atomic.os, "access", lambda path, mode: path != str(tmp_path), raising=False)
+    async with open_transport(tmp_path / "topic") as transport:
+        await put(transport)
+        assert await present(transport, put)
+    assert str(tmp_path / "topic") in opened
+
+
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 async def test_reading_may_fail(tmp_path, monkeypatch, number):
     def refuse(*_arguments, **_options):
