@@ -279,6 +279,7 @@ class Sender:
             self.fatal = self.failure = error
         except Exception as error:
             self.failure = error
+            self._anchor_owed = True
             _log.error("the anchor of version %d was not published: %s", delta.version, error)
         finally:
             view.release()
