@@ -1,13 +1,11 @@
-"""Readers that are killed: `OPENBLAS_NUM_THREADS=1 python killed_reader.py TOPIC STATE NEWEST`.
+"""Readers that are killed: `OPENBLAS_NUM_THREADS=1 python killed_reader.py TOPIC STATE`.
 
 The weights of a reader lie in a file that is mapped into memory, as an engine's may lie in shared memory: they outlive
-the reader, as far as they were written. For each call by which a reader downloads, applies a delta, or loads a whole
-state, one reader dies before it and one after it; then another one goes on from what the memory holds. STATE is the
-checkpoint of an old version of the topic, which readers hold at first where they hold anything. NEWEST is the fingerprint of the
-newest version.
+the reader, as far as they were written. Before each call by which a reader downloads, applies a delta, or loads a whole
+state, one reader dies; then another one goes on from what the memory holds. STATE is the checkpoint of an old version
+of the topic, which readers hold at first where they hold anything.
 """
 
-import inspect
 import itertools
 import json
 import mmap
@@ -52,29 +50,16 @@ def state_of(path):
     return fingerprint(model)
 
 
-def dying(function, number, moment):
-    """A function that kills the process before or after it is called for a certain time, counted from 0."""
+def dying(function, number):
+    """A function that kills the process when it is called for a certain time, counted from 0."""
     calls = itertools.count()
 
-    def strike(called, now):
-        if called == number and now == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def call(*arguments, **options):
-        called = next(calls)
-        strike(called, "before")
-        result = function(*arguments, **options)
-        strike(called, "after")
-        return result
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
 
-    async def wait(*arguments, **options):
-        called = next(calls)
-        strike(called, "before")
-        result = await function(*arguments, **options)
-        strike(called, "after")
-        return result
-
-    return wait if inspect.iscoroutinefunction(function) else call
+    return call
 
 
 def read(topic, path, report, strike=lambda: None):
@@ -87,34 +72,30 @@ def read(topic, path, report, strike=lambda: None):
         return
 
 
-def kill(topic, state, newest, directory, *, place, number, moment, holding):
+def kill(topic, state, directory, *, place, holding, number):
     """Kill one reader, let another go on, and tell what became of the memory; None if the first one survived."""
     path, report = directory / "memory", directory / "report"
     path.unlink(missing_ok=True)
     for name, tensor in mapped(path).items():
         tensor.copy_(state[name]) if holding else tensor.zero_()
     owner, name = PLACES[place]
-    strike = partial(setattr, owner, name, dying(getattr(owner, name), number, moment))
+    strike = partial(setattr, owner, name, dying(getattr(owner, name), number))
     if not was_killed(fork(partial(read, topic, path, report, strike))):
         return None
     left = state_of(path)
-    report.write_text("{}")
-    if left != newest:  # where there is nothing to do, nothing comes
-        assert not was_killed(fork(partial(read, topic, path, report)))
+    assert not was_killed(fork(partial(read, topic, path, report)))
     return {**json.loads(report.read_text()), "left": left, "reached": state_of(path)}
 
 
-def main(topic, checkpoint, newest):
+def main(topic, checkpoint):
     state = load_checkpoint(checkpoint)
     for place, holding in (("download", True), ("download", False), ("apply", True), ("load", False)):
-        for moment in ("before", "after"):
-            number = 0
-            death = {"place": place, "holding": holding, "moment": moment}
-            while found := kill(topic, state, newest, checkpoint.parent, number=number, **death):
-                print(json.dumps({**death, "number": number, **found}), flush=True)
-                number += 1
+        number = 0
+        while found := kill(topic, state, checkpoint.parent, place=place, holding=holding, number=number):
+            print(json.dumps({"place": place, "holding": holding, **found}), flush=True)
+            number += 1
 
 
 if __name__ == "__main__":
     warm_up()
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -208,7 +208,8 @@ def race(root, races):
             assert select.select([ready[0]], [], [], LIMIT)[0], "a trainer does not start"
             os.read(ready[0], 1)
         os.close(go[1])
-        assert not any([was_killed(process) for process in processes])
+        for process in processes:
+            assert not was_killed(process)
         for end in (*ready, go[0]):
             os.close(end)
 

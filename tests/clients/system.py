@@ -1,8 +1,10 @@
 """A stand-in for the module `os` that notes what writing files asks of the system, and strikes at one of the calls."""
 
+import functools
 import os
 import signal
 import threading
+from pathlib import Path
 
 CALLS = frozenset({"open", "mkdir", "write", "fsync", "link", "unlink", "close"})
 """What `deltabus.transports.atomic` asks of the system when it writes."""
@@ -43,6 +45,37 @@ class System:
         return call
 
 
+class Disk(System):
+    """A system that knows which new names in directories would not survive if the machine lost its power.
+
+    Attributes:
+        unforced: The directories, by inode, that got names since they were last forced to disk.
+    """
+
+    def __init__(self, **hooks):
+        super().__init__(**hooks)
+        self.unforced = set()
+
+    def mkdir(self, path):
+        directory = Path(path)
+        known = directory.is_dir()
+        try:
+            self._wrap("mkdir", os.mkdir)(path)
+        finally:
+            if directory.is_dir() and not known:
+                self.unforced.add(directory.parent.stat().st_ino)
+
+    def link(self, source, target, *, src_dir_fd, dst_dir_fd):
+        try:
+            self._wrap("link", os.link)(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        finally:
+            self.unforced.add(os.fstat(dst_dir_fd).st_ino)
+
+    def fsync(self, file):
+        self._wrap("fsync", os.fsync)(file)
+        self.unforced.discard(os.fstat(file).st_ino)
+
+
 def deadly(number, moment, report):
     """A system that kills the process before or after one call, once it has written the call's name to a file."""
 
@@ -55,16 +88,14 @@ def deadly(number, moment, report):
 
 
 def failing(first, error, *, last=None, moment="before"):
-    """A system whose calls from one number to another fail, before or after they take effect.
+    """A disk at which the calls from one number to another fail, before or after they take effect.
 
-    A descriptor is closed all the same: no system keeps it open.
+    A file is closed all the same: no system keeps it open.
     """
     last = first if last is None else last
 
-    def strike(called, name, late):
-        if first <= called <= last and late == (moment == "after" or name == "close"):
+    def strike(called, name, now):
+        if first <= called <= last and now == ("after" if name == "close" else moment):
             raise OSError(error, os.strerror(error))
 
-    return System(
-        before=lambda called, name: strike(called, name, False), after=lambda called, name: strike(called, name, True)
-    )
+    return Disk(**{now: functools.partial(strike, now=now) for now in ("before", "after")})
