@@ -19,19 +19,23 @@ __all__ = ["Holdings"]
 class _Holding:
     state: VersionVector
     others: tuple[weakref.ref[Tensor], ...]
+    writes: tuple[int, ...]
 
     def is_of(self, target: Target) -> bool:
         others = target.tensors[1:]
-        return len(others) == len(self.others) and all(
-            held() is tensor for held, tensor in zip(self.others, others, strict=True)
+        return (
+            len(others) == len(self.others)
+            and all(held() is tensor for held, tensor in zip(self.others, others, strict=True))
+            and self.writes == _writes(target)
         )
 
 
 class Holdings:
     """Remembers models by the identity of their tensors, without keeping them alive.
 
-    A model of which any tensor was exchanged for another is a model not seen before. Of models that share their first
-    tensor, the last one is remembered.
+    A model of which any tensor was exchanged for another, or written to by somebody else, is a model not seen before.
+    Writes through `.data` leave no trace in torch's version counters, and are not noticed here. Of models that share
+    their first tensor, the last one is remembered.
     """
 
     def __init__(self) -> None:
@@ -46,9 +50,14 @@ class Holdings:
         """Remember that the model now holds this state."""
         if target.tensors:
             first, *others = target.tensors
-            self._held[first] = _Holding(state, tuple(map(weakref.ref, others)))
+            self._held[first] = _Holding(state, tuple(map(weakref.ref, others)), _writes(target))
 
     def forget(self, target: Target) -> None:
         """Forget what the model holds, before something that may leave it between two states."""
         if target.tensors:
             self._held.pop(target.tensors[0], None)
+
+
+def _writes(target: Target) -> tuple[int, ...]:
+    """Return how often each tensor was written to; tensors of inference mode do not count that."""
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in target.tensors)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deltabus.bus.errors import DivergedError, StaleUpdateError
 from deltabus.bus.message import Message
 from deltabus.bus.version import VersionVector
+from deltabus.codecs.apply import Staged as StagedChanges
 from deltabus.codecs.apply import Target
 from deltabus.codecs.changes import Bits, Changes, compose
 from deltabus.codecs.schema import Schema
@@ -194,14 +195,15 @@ class Update:
         target = Target.bind(model, self._staged.schema)
         held = self._holdings.of(target)
         if held != self.state:
-            if self._staged.base is not None:
-                self._check_base(target, held)
+            changes = None if self._staged.changes is None or self.whole else target.stage(self._staged.changes)
+            if not self.whole:
+                self._check_base(target, held, changes)
             # Should the write fail and be impossible to take back, the model is one that nothing is known of.
             self._holdings.forget(target)
-            if self._staged.base is None:
+            if self.whole:
                 target.load(self._staged.read)
-            elif self._staged.changes is not None:
-                target.apply(self._staged.changes)
+            elif changes is not None:
+                changes.write()
             self._holdings.record(target, self.state)
         self.applied = True
         self.seconds["apply"] = time.perf_counter() - started
@@ -210,7 +212,7 @@ class Update:
         """Say that the update was taken in some other way than `apply`, and need not be folded into the next."""
         self.applied = True
 
-    def _check_base(self, target: Target, held: VersionVector | None) -> None:
+    def _check_base(self, target: Target, held: VersionVector | None, changes: StagedChanges | None) -> None:
         base = self._staged.base
         if held == base:
             return
@@ -219,6 +221,8 @@ class Update:
                 f"the model holds {held}, and this update leads from {base} to {self.state}; apply updates in order, "
                 "or open a subscriber with have=model"
             )
+        if changes is not None:
+            changes.check()  # it can name a tensor, where a digest cannot
         digest = target.digest()
         if digest != self._staged.base_digest:
             raise DivergedError(

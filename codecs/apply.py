@@ -20,7 +20,7 @@ from .digest import digest_of
 from .dtypes import DType
 from .overlap import overlapping, overlaps_itself
 from .schema import Piece, Schema, Segment, TensorSpec
-from .state import Source, State, as_integers, bits_of, check_supported, memory_key, named_tensors
+from .state import Source, State, as_integers, bits_of, check_supported, memory_key, named_tensors, settle
 
 __all__ = ["Staged", "Target"]
 
@@ -104,6 +104,7 @@ class Target:
         Raises:
             DivergedError: If a tensor that the model holds several times is not the same everywhere.
         """
+        settle(self.tensors)
         for segment in self.schema.segments:
             for piece in segment.pieces:
                 self._check_copies(piece, segment.dtype)
@@ -230,8 +231,8 @@ class Staged:
         if self._target._torn:
             raise self._target._mixture()
         # Inference mode, because tensors that were made in it can be written to in no other.
+        self.check()
         with torch.inference_mode():
-            self._check()
             try:
                 for patch in self._patches:
                     patch.tensor.put_(patch.places, patch.new)
@@ -240,7 +241,13 @@ class Staged:
                 self._restore()
                 raise
 
-    def _check(self) -> None:
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Check that every touched element holds its old bits, and write nothing.
+
+        Raises:
+            DivergedError: If an element holds other bits; the error names the tensor.
+        """
         by_device: dict[torch.device, list[_Patch]] = {}
         for patch in self._patches:
             by_device.setdefault(patch.tensor.device, []).append(patch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "collect",
     "memory_key",
     "named_tensors",
+    "settle",
 ]
 
 Source = nn.Module | Mapping[str, Tensor]
@@ -58,6 +59,12 @@ def canonical_name(name: str) -> str:
     while path and path[0] == "module":
         del path[0]
     return ".".join((*path, last))
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Wait for what the calling thread has queued on accelerators, before other threads read the tensors there."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
@@ -237,6 +244,7 @@ def collect(
         kind = dtypes.of_torch(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, name)
         specs.append(TensorSpec(name=name, dtype=kind.name, shape=tuple(tensor.shape), aliases=tuple(aliases)))
         tensors.append(tensor)
+    settle(tensors)
     # The groups are in the order of their first names, which is the schema's order.
     return State(Schema.of(specs, segment_elements=segment_elements), tuple(tensors))
 
