@@ -3,10 +3,11 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,23 @@ def command(script, *arguments):
     return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
 
 
+def end(process):
+    """End a script that was started in a session of its own, and its children with it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @contextmanager
 def lines_of(script, *arguments):
     """What a script prints, line by line while it runs; it must end well."""
-    with subprocess.Popen(command(script, *arguments), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command(script, *arguments), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as process:
         try:
             yield process.stdout
             assert process.wait(LIMIT) == 0
         finally:
-            process.kill()
+            end(process)
 
 
 def told_in(path):
@@ -117,9 +126,12 @@ async def follow_live(topic, *, latest):
 async def test_readers_follow_a_trainer_that_is_killed_again_and_again(place):
     async def run():
         process = await asyncio.create_subprocess_exec(
-            *command("killed_trainer.py", "rounds", place, ROUNDS), env=ENVIRONMENT
+            *command("killed_trainer.py", "rounds", place, ROUNDS), env=ENVIRONMENT, start_new_session=True
         )
-        assert await process.wait() == 0
+        try:
+            assert await process.wait() == 0
+        finally:
+            end(process)
 
     topic = place / "topic"
     async with asyncio.timeout(4 * LIMIT), asyncio.TaskGroup() as tasks:
