@@ -22,8 +22,10 @@ from deltabus.bus.errors import (
 from deltabus.bus.message import Blob, Kind, Message, Stats
 from deltabus.bus.planner import plan
 from deltabus.bus.policy import AnchorPolicy, SinceAnchor
+from deltabus.codecs.changes import Changes
 from deltabus.codecs.container import Part, encode_anchor, encode_delta
 from deltabus.codecs.digest import digest_delta, digest_of
+from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.schema import Schema
 from deltabus.codecs.shadow import Snapshot
 
@@ -75,6 +77,7 @@ class Sender:
         self._outbox = outbox
         self._policy = policy
         self._encoding = encoding
+        self._needs_base = encoding is None or ENCODINGS[encoding].needs_base
         self._pool = pool
         self._durable = newest_state(writer.history)
         self._since = _since_anchor(writer.history)
@@ -147,15 +150,18 @@ class Sender:
             self._progress.notify_all()
 
     async def _send_next(self) -> None:
-        taken = self._outbox.take(snapshot=self._anchor_due())
+        due = self._anchor_due()
+        taken = self._outbox.take(snapshot=due or self._needs_base)
         if taken is None:
             return
         draft, view, schema = taken
         if self.fatal is not None:
+            if view is not None:
+                view.release()
             self._fail(draft, self.fatal)
             return
         try:
-            await self._send(draft, view, schema)
+            await self._send(draft, view, schema, anchor=due or draft.anchor)
         except OvertakenError as error:
             _log.warning("%s", error)
             self._durable = newest_state(self._writer.history)
@@ -192,8 +198,9 @@ class Sender:
         for waiting in draft.waiting:
             waiting.publication.fail(told)
 
-    async def _send(self, draft: Draft, view: Snapshot | None, schema: Schema) -> None:
+    async def _send(self, draft: Draft, view: Snapshot | None, schema: Schema, *, anchor: bool) -> None:
         """Make a draft durable; start an anchor beside it where one is due."""
+        anchor = anchor and self._anchoring is None
         base = self._durable
         try:
             if draft.changes is None or base is None:
@@ -202,8 +209,8 @@ class Sender:
                 message, payload = await self._commit_anchor(draft, view, schema, version=self._writer.next_version)
                 self._anchor_owed = False
             else:
-                message, payload = await self._commit_delta(draft, base)
-                if view is not None and self._anchoring is None:
+                message, payload = await self._commit_delta(draft, base, view, keep=anchor)
+                if view is not None and anchor:
                     self._anchoring = asyncio.create_task(self._anchor_beside(draft, view, schema, message))
                     self._anchor_owed, view = False, None
                 elif draft.anchor:
@@ -223,13 +230,13 @@ class Sender:
             }
             waiting.publication.succeed(Published(message, steps, seconds))
 
-    async def _commit_delta(self, draft: Draft, base: Message) -> tuple[Message, _Payload]:
+    async def _commit_delta(
+        self, draft: Draft, base: Message, view: Snapshot | None, *, keep: bool
+    ) -> tuple[Message, _Payload]:
         assert draft.changes is not None
         schema = draft.changes.schema
         version = self._writer.next_version
-        payload = await self._store(
-            encode_delta(draft.changes, encoding=self._encoding, pool=self._pool), f"{version:012d}-delta"
-        )
+        payload = await self._store(self._encoded(draft.changes, view, keep=keep), f"{version:012d}-delta")
         change = await asyncio.to_thread(digest_delta, draft.changes)
         message = await self._writer.commit(
             kind=Kind.DELTA,
@@ -240,11 +247,33 @@ class Sender:
             digest_before=base.digest_after,
             digest_after=(base.digest_after + change) & _MASK,
             blobs=payload.blobs,
-            stats=Stats(changed=draft.changes.count, total=schema.total, encodings=dict(payload.encodings)),
+            stats=Stats(
+                changed=draft.changes.count,
+                total=schema.total,
+                encodings=dict(payload.encodings),
+                held=draft.held,
+            ),
             metadata=draft.metadata,
         )
         self._since = self._since.after_delta(message.nbytes)
         return message, payload
+
+    def _encoded(self, changes: Changes, view: Snapshot | None, *, keep: bool) -> Iterator[Part]:
+        """Yield the parts of a delta; give the view of the state that it leads to back behind the last, or keep it."""
+        if view is None:
+            yield from encode_delta(changes, encoding=self._encoding, pool=self._pool)
+            return
+        try:
+            yield from encode_delta(
+                changes,
+                base=lambda index: view.read_before(index, changes.segments[index]),
+                encoding=self._encoding,
+                pool=self._pool,
+            )
+        finally:
+            # Not only after the upload, because the view holds on to whatever changes meanwhile.
+            if not keep:
+                view.release()
 
     async def _commit_anchor(
         self, draft: Draft, view: Snapshot, schema: Schema, *, version: int, expected: int | None = None
@@ -265,7 +294,7 @@ class Sender:
             digest_before=None,
             digest_after=digest,
             blobs=payload.blobs,
-            stats=Stats(changed=schema.total, total=schema.total, encodings=dict(payload.encodings)),
+            stats=Stats(changed=schema.total, total=schema.total, encodings=dict(payload.encodings), held=draft.held),
             metadata=draft.metadata,
         )
         self._since = self._since.after_anchor(message.nbytes)

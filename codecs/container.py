@@ -152,22 +152,32 @@ class PartReader:
 
 
 def encode_delta(
-    changes: Changes, *, encoding: str | None = None, part_bytes: int = PART_BYTES, pool: Executor | None = None
+    changes: Changes,
+    *,
+    base: Callable[[int], Bits] | None = None,
+    encoding: str | None = None,
+    part_bytes: int = PART_BYTES,
+    pool: Executor | None = None,
 ) -> Iterator[Part]:
     """Return an iterator over the parts of a delta, none for no changes; a bounded number of segments is encoded ahead.
 
     Args:
         changes: What the delta holds.
+        base: Returns the bits of a whole segment before the changes; called once for each changed segment, in the
+            pool's threads. Without it, encodings that need these bits are left out of the choice.
         encoding: Used for all segments; by default each has the one that is smallest for it.
         part_bytes: The size up to which segments share a part.
         pool: Works on several segments at once.
 
     Raises:
-        UsageError: If the encoding is unknown, `part_bytes` is not positive, or a segment is not of the schema, at
-            once; or if its changes do not fit it, when the iterator comes to it.
+        UsageError: If the encoding is unknown or needs `base`, `part_bytes` is not positive, or a segment is not of the
+            schema, at once; or if its changes do not fit it or its base, when the iterator comes to it.
+        SchemaMismatchError: If `base` returns bits of another size or dtype, when the iterator comes to them.
     """
     if encoding is not None and encoding not in ENCODINGS:
         raise UsageError(f"encoding {encoding!r} is not one of {', '.join(ENCODINGS)}")
+    if encoding is not None and base is None and ENCODINGS[encoding].needs_base:
+        raise UsageError(f"encoding {encoding!r} needs the state before the changes; pass `base`, or use another")
     segments = changes.schema.segments
     strange = [index for index in changes.segments if not 0 <= index < len(segments)]
     if strange:
@@ -175,8 +185,10 @@ def encode_delta(
 
     def encode(index: int) -> tuple[int, str, bytes]:
         segment, changed = segments[index], changes.segments[index]
-        way = choose(segment, changed) if encoding is None else ENCODINGS[encoding]
-        return index, way.name, way.encode(segment, changed)
+        forced = None if encoding is None else ENCODINGS[encoding]
+        held = base(index) if base is not None and (forced is None or forced.needs_base) else None
+        way = forced or choose(segment, changed, held)
+        return index, way.name, way.encode(segment, changed, held)
 
     work = in_order(encode, sorted(changes.segments), pool=pool, ahead=_CHANGES_AHEAD)
     return _parts(DELTA, changes.schema, work, part_bytes)

@@ -56,6 +56,10 @@ class Cursor:
         """
         return int.from_bytes(self.take(4), "little")
 
+    def rest(self) -> memoryview:
+        """Return all bytes that are left, perhaps none."""
+        return self.take(len(self._data) - self._at)
+
     def finish(self) -> None:
         """Make sure that every byte was read.
 

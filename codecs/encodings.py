@@ -1,14 +1,15 @@
 """Encodings: the ways in which a segment's changes are written, and the choice between them.
 
-    name        holds                                       smallest for
-    overwrite   positions, new bits                         steps that are far, as after a reset; any dtype
-    step        positions, signs, how far beyond the next   small steps at low density: training
-    dense       a step for every element, most often zero   high density
-    full        every element's bits, no base needed        anchors
+    name          holds                                          smallest for
+    conditional   steps, positions among elements as large       training
+    step          positions, signs, how far beyond the next      a handful of small steps
+    overwrite     positions, new bits                            steps that are far, as after a reset; any dtype
+    dense         a step for every element, most often zero      nearly all changed, in patterns
+    full          every element's bits, no base needed           anchors
 
 Each segment is coded by itself, by the encoding that an estimate finds smallest; its name is written in the data. A
-further encoding is a class like those below and an entry in `ENCODINGS`. One that needs all old bits at the writer too
-(`conditional`, which counts positions within classes of old values) takes a reader of the base when it is made.
+further encoding is a class like those below and an entry in `ENCODINGS`. `conditional` is described in a module of its
+own; it needs all old bits of the segment at the writer too, and is left out of the choice where they are not at hand.
 
 The bytes, numbers little endian, planes as `deltabus.codecs.planes` and positions as `deltabus.codecs.rice` say:
 
@@ -27,9 +28,11 @@ from typing import Protocol
 
 import numpy as np
 
-from deltabus.bus.errors import DivergedError, SchemaMismatchError, UsageError
+from deltabus.bus.errors import DivergedError
 
 from .changes import Bits, SegmentChanges
+from .checked import check_base, check_changes, check_start
+from .conditional import Conditional
 from .cursor import Cursor
 from .planes import estimate_planes, pack_plane, pack_planes, rotate, thin_out, unpack_plane, unpack_planes, unrotate
 from .rice import PositionCode
@@ -52,18 +55,22 @@ class Encoding(Protocol):
     def name(self) -> str:
         """What the data calls it: at most 32 lower-case letters."""
 
-    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
+    @property
+    def needs_base(self) -> bool:
+        """Whether the writer must give `base`, the bits of the whole segment that the changes start from."""
+
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
         """Return about how many bytes `encode` would return, in time that grows with the changes alone.
 
-        Raises:
-            UsageError: If the changes do not fit the segment.
+        Does not look whether changes and base fit; `choose` does.
         """
 
-    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
         """Return the changes' bytes.
 
         Raises:
-            UsageError: If the changes do not fit the segment.
+            UsageError: If the changes do not fit the segment, or `base` is needed and missing or another state.
+            SchemaMismatchError: If `base` is needed and not of the segment's size and dtype.
         """
 
     def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
@@ -85,20 +92,19 @@ class _Overwrite:
     """Positions and new bits: the reader needs nothing to make sense of them."""
 
     name = "overwrite"
+    needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
-        positions = _positions(segment, changes)
-        return (
-            4 + positions.nbytes + estimate_planes(rotate(thin_out(changes.new), segment.dtype.order), changes.new.size)
-        )
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+        new = rotate(thin_out(changes.new), segment.dtype.order)
+        return 4 + PositionCode.estimate(changes.positions) + estimate_planes(new, changes.new.size)
 
-    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
         positions = _positions(segment, changes)
         new = pack_planes(rotate(changes.new, segment.dtype.order))
         return changes.positions.size.to_bytes(4, "little") + positions.encode() + new
 
     def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
-        _check_base(segment, base)
+        check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         count = cursor.u32()
         positions = PositionCode.decode(cursor, count, segment.size)
@@ -118,21 +124,21 @@ class _Step:
     """Positions and the way from the old bits, in ULP: the reader needs the old bits at those positions."""
 
     name = "step"
+    needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
-        positions = _positions(segment, changes)
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
         count = changes.positions.size
         beyond = steps_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order).beyond
-        return 4 + positions.nbytes + count // 8 + estimate_planes(beyond, count)
+        return 4 + PositionCode.estimate(changes.positions) + count // 8 + estimate_planes(beyond, count)
 
-    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
         positions = _positions(segment, changes)
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
         signs = pack_plane(np.packbits(negative, bitorder="little"))
         return changes.positions.size.to_bytes(4, "little") + positions.encode() + signs + pack_planes(beyond)
 
     def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
-        _check_base(segment, base)
+        check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         count = cursor.u32()
         positions = PositionCode.decode(cursor, count, segment.size)
@@ -153,21 +159,21 @@ class _Dense:
     """A step for every element: no positions to write, but all elements to read."""
 
     name = "dense"
+    needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges) -> int:
-        _check_changes(segment, changes)
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
         count = changes.positions.size
         steps = zigzag_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order)
         return estimate_planes(steps, count, zeros=segment.size - count)
 
-    def encode(self, segment: Segment, changes: SegmentChanges) -> bytes:
-        _check_changes(segment, changes)
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+        check_changes(segment, changes)
         steps = np.zeros(segment.size, segment.dtype.bits)
         steps[changes.positions] = zigzag_between(changes.old, changes.new, segment.dtype.order)
         return pack_planes(steps)
 
     def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
-        _check_base(segment, base)
+        check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         steps = unpack_planes(cursor, segment.size, segment.dtype.bits)
         cursor.finish()
@@ -178,17 +184,30 @@ class _Dense:
         return SegmentChanges(positions, old, advance_zigzag(old, steps[positions], segment.dtype.order))
 
 
-ENCODINGS: Mapping[str, Encoding] = MappingProxyType({each.name: each for each in (_Step(), _Overwrite(), _Dense())})
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
+    {each.name: each for each in (Conditional(), _Step(), _Overwrite(), _Dense())}
+)
 """The encodings of changes, by name."""
 
 
-def choose(segment: Segment, changes: SegmentChanges) -> Encoding:
+def choose(segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> Encoding:
     """Return the encoding that takes the fewest bytes, by estimate.
 
+    Args:
+        segment: Where the changes belong.
+        changes: What is to be written.
+        base: The bits of the whole segment that the changes start from; without it, encodings that need it are left
+            out.
+
     Raises:
-        UsageError: If the changes do not fit the segment.
+        UsageError: If the changes do not fit the segment, or `base` is not what they start from.
+        SchemaMismatchError: If `base` is not of the segment's size and dtype.
     """
-    return min(ENCODINGS.values(), key=lambda encoding: encoding.estimate(segment, changes))
+    check_changes(segment, changes)
+    if base is not None:
+        check_start(segment, changes, base)
+    able = (encoding for encoding in ENCODINGS.values() if base is not None or not encoding.needs_base)
+    return min(able, key=lambda encoding: encoding.estimate(segment, changes, base))
 
 
 def encode_full(segment: Segment, bits: Bits) -> bytes:
@@ -201,7 +220,7 @@ def encode_full(segment: Segment, bits: Bits) -> bytes:
     Raises:
         SchemaMismatchError: If `bits` is not of the segment's size and dtype.
     """
-    _check_base(segment, bits)
+    check_base(segment, bits)
     return pack_planes(rotate(bits, segment.dtype.order))
 
 
@@ -218,28 +237,5 @@ def decode_full(segment: Segment, data: bytes | memoryview) -> Bits:
 
 
 def _positions(segment: Segment, changes: SegmentChanges) -> PositionCode:
-    _check_changes(segment, changes)
+    check_changes(segment, changes)
     return PositionCode.of(changes.positions, segment.size)
-
-
-def _check_changes(segment: Segment, changes: SegmentChanges) -> None:
-    positions, old, new = changes.positions, changes.old, changes.new
-    fits = positions.dtype == np.dtype(np.uint32) and old.dtype == new.dtype == segment.dtype.bits
-    if not fits or not 0 < positions.size == old.size == new.size or positions[-1] >= segment.size:
-        raise UsageError(
-            f"the changes of segment {segment.index} ({segment.size} elements of {segment.dtype.bits}) must be uint32 "
-            "positions inside it and equally many bits, old and new, not "
-            f"{', '.join(f'{each.dtype} {each.shape}' for each in (positions, old, new))}"
-        )
-    if (positions[1:] <= positions[:-1]).any():
-        raise UsageError(f"the changes of segment {segment.index} are not in order of position; sort them")
-    if (old == new).any():
-        raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
-
-
-def _check_base(segment: Segment, base: Bits) -> None:
-    if base.shape != (segment.size,) or base.dtype != segment.dtype.bits:
-        raise SchemaMismatchError(
-            f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not {base.shape} of "
-            f"{base.dtype}; the state read is not of this schema"
-        )

@@ -35,6 +35,9 @@ MAX_SIZE = 1 << 28
 
 _LENGTH_BYTES = 4
 
+_REDUNDANCY = 0.04
+"""Bits that a code takes on average beyond the entropy of its gap, as measured."""
+
 
 def _width(size: int) -> int:
     """Return how many bits hold every gap of a segment; at least one, so that there is a parameter to choose."""
@@ -80,6 +83,19 @@ class PositionCode(NamedTuple):
     def nbytes(self) -> int:
         """At most how many bytes `encode` returns."""
         return 1 + self.parameters.size + _LENGTH_BYTES + (self.bits + 7) // 8
+
+    @staticmethod
+    def estimate(positions: npt.NDArray[np.uint32]) -> int:
+        """Return about how many bytes positions take, from the mean gap of each block; at least one position."""
+        ends = np.append(positions[kernels.GAPS_IN_BLOCK - 1 :: kernels.GAPS_IN_BLOCK], positions[-1]).astype(np.int64)
+        counts = np.full(ends.size, kernels.GAPS_IN_BLOCK)
+        counts[-1] = positions.size - (ends.size - 1) * kernels.GAPS_IN_BLOCK
+        if not counts[-1]:
+            ends, counts = ends[:-1], counts[:-1]
+        means = (np.diff(ends, prepend=-1) - counts) / counts
+        # The entropy of a geometric distribution of this mean, and what the code takes beyond it.
+        bits = np.log2(means + 1) + means * np.log2((means + 1) / np.maximum(means, 1e-9)) + _REDUNDANCY
+        return 1 + counts.size + _LENGTH_BYTES + int((counts * np.maximum(bits, 1.0)).sum()) // 8
 
     def encode(self) -> bytes:
         """Return the positions' bytes."""

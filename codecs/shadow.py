@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from types import TracebackType
 
@@ -18,9 +19,17 @@ from .kernels import compare
 from .schema import Schema
 from .state import State
 
-__all__ = ["Shadow", "Snapshot", "capture"]
+__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory"]
 
 _AHEAD = 64
+
+Allocate = Callable[[Schema], list[Bits]]
+"""Makes the arrays of a shadow: one for each segment of a schema, of its size and bits, all zero."""
+
+
+def in_memory(schema: Schema) -> list[Bits]:
+    """Return arrays of zeros in this process's memory."""
+    return [np.zeros(segment.size, segment.dtype.bits) for segment in schema.segments]
 
 
 class Shadow:
@@ -41,19 +50,19 @@ class Shadow:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @classmethod
-    def empty(cls, schema: Schema) -> Shadow:
+    def empty(cls, schema: Schema, *, allocate: Allocate = in_memory) -> Shadow:
         """Return a shadow whose bits are all zero, to be loaded."""
-        return cls(schema, [np.zeros(segment.size, segment.dtype.bits) for segment in schema.segments])
+        return cls(schema, allocate(schema))
 
     @classmethod
-    def of(cls, state: State, *, pool: Executor | None = None) -> Shadow:
+    def of(cls, state: State, *, pool: Executor | None = None, allocate: Allocate = in_memory) -> Shadow:
         """Return a shadow that holds the state's bits as they are now."""
-        segments = state.schema.segments
+        bits = allocate(state.schema)
 
         def copied(index: int) -> Bits:
-            return state.read(index, np.empty(segments[index].size, segments[index].dtype.bits))
+            return state.read(index, bits[index])
 
-        return cls(state.schema, list(in_order(copied, range(len(segments)), pool=pool, ahead=_AHEAD)))
+        return cls(state.schema, list(in_order(copied, range(len(bits)), pool=pool, ahead=_AHEAD)))
 
     def read(self, index: int) -> Bits:
         """Return the bits of a segment: the live array, not to be written to."""
@@ -163,6 +172,18 @@ class Snapshot:
         _undo(bits, later)
         return bits
 
+    def read_before(self, index: int, change: SegmentChanges) -> Bits:
+        """Return a copy of the bits of a segment as they were before the change that led to this state.
+
+        Raises:
+            UsageError: If the snapshot was released.
+        """
+        bits = self.read(index)
+        if bits is self._kept.get(index):
+            bits = bits.copy()
+        _undo(bits, (change,))
+        return bits
+
     def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the state as it was."""
         return digest_of(self.schema, self.read, pool=pool)
@@ -196,10 +217,18 @@ def _undo(bits: Bits, later: tuple[SegmentChanges, ...]) -> None:
         compare.scatter(bits, change.positions, change.old)
 
 
-def capture(state: State, shadow: Shadow, *, pool: Executor | None = None) -> Changes:
+def capture(
+    state: State, shadow: Shadow, *, pool: Executor | None = None, skip: Container[int] = frozenset()
+) -> Changes:
     """Return the changes that lead from the shadow to the state, compared bit by bit; the shadow stays as it is.
 
     Takes memory in proportion to the changes, and copies of single runs where a tensor must be copied to be read.
+
+    Args:
+        state: What there is now.
+        shadow: What there was.
+        pool: Compares several segments at once.
+        skip: Numbers of tensors that are known to hold what the shadow does, and are not compared.
 
     Raises:
         SchemaMismatchError: If the state has another schema; the error names the tensor that differs, and how.
@@ -212,6 +241,8 @@ def capture(state: State, shadow: Shadow, *, pool: Executor | None = None) -> Ch
         held = shadow.read(index)
         positions, new = [], []
         for piece in schema.segments[index].pieces:
+            if piece.tensor in skip:
+                continue
             live = state.piece(piece)
             places = find_differing(held[piece.offset : piece.offset + live.size], live)
             if places.size:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import numba
 
-__all__ = ["kernel"]
+__all__ = ["inlined", "kernel", "loop"]
+
+# numba has no public name for this option, nor its annotations, but has had it for long.
+_NO_REFERENCES: MappingProxyType[str, Any] = MappingProxyType({"_nrt": False})
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -15,3 +19,17 @@ _F = TypeVar("_F", bound=Callable[..., object])
 def kernel(function: _F) -> _F:
     """Compile a loop over arrays; cached on disk, without the interpreter lock."""
     return cast(_F, numba.njit(nogil=True, cache=True)(function))
+
+
+def loop(function: _F) -> _F:
+    """Compile a loop that makes no arrays itself and calls nothing but what is `inlined`; otherwise like `kernel`.
+
+    Without arrays of its own it need not count references to those that it is given, which is done at each call
+    otherwise and takes longer than what small functions do.
+    """
+    return cast(_F, numba.njit(nogil=True, cache=True, **_NO_REFERENCES)(function))
+
+
+def inlined(function: _F) -> _F:
+    """Make a function a part of each `loop` that calls it."""
+    return cast(_F, numba.njit(nogil=True, inline="always", **_NO_REFERENCES)(function))

@@ -61,7 +61,7 @@ def same(a, b):
 def test_round_trip(encoding, case):
     segment, base, changes = case
     before = base.copy()
-    assert same(encoding.decode(segment, encoding.encode(segment, changes), base), changes)
+    assert same(encoding.decode(segment, encoding.encode(segment, changes, base), base), changes)
     assert np.array_equal(base, before)
 
 
@@ -78,7 +78,7 @@ def test_round_trip_of_full_states(name, size, data):
 @given(cases(), st.data())
 def test_truncated_data_is_refused(encoding, case, data):
     segment, base, changes = case
-    whole = encoding.encode(segment, changes)
+    whole = encoding.encode(segment, changes, base)
     with pytest.raises(CorruptPayloadError):
         encoding.decode(segment, whole[: data.draw(st.integers(0, len(whole) - 1))], base)
     with pytest.raises(CorruptPayloadError):
@@ -89,7 +89,7 @@ def test_truncated_data_is_refused(encoding, case, data):
 @given(cases(), st.data())
 def test_damaged_data_is_refused_or_gives_changes_in_order_and_range(encoding, case, data):
     segment, base, changes = case
-    damaged = bytearray(encoding.encode(segment, changes))
+    damaged = bytearray(encoding.encode(segment, changes, base))
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, len(damaged) * 8 - 1))
         damaged[bit // 8] ^= 1 << bit % 8
@@ -124,26 +124,30 @@ def training_step(noise, size=1 << 18):
     return segment_of("BF16", size), old, SegmentChanges(positions, old[positions], new[positions])
 
 
-def test_a_training_step_takes_less_than_eleven_bits_per_change():
-    segment, _, changes = training_step(3e-7)
+def test_a_training_step_takes_few_bits_per_change():
+    segment, base, changes = training_step(3e-7)
     assert 0.005 < changes.positions.size / segment.size < 0.02
+    assert len(ENCODINGS["conditional"].encode(segment, changes, base)) * 8 < 7.1 * changes.positions.size
     assert len(ENCODINGS["step"].encode(segment, changes)) * 8 < 11 * changes.positions.size
     assert len(ENCODINGS["overwrite"].encode(segment, changes)) * 8 < 24 * changes.positions.size
 
 
 @pytest.mark.parametrize("noise", [1e-8, 3e-7, 3e-6, 3e-5, 1e-3, 1.0])
 def test_the_choice_costs_at_most_a_twentieth_more_than_the_best(noise):
-    segment, _, changes = training_step(noise)
-    sizes = {name: len(encoding.encode(segment, changes)) for name, encoding in ENCODINGS.items()}
+    segment, base, changes = training_step(noise)
+    sizes = {name: len(encoding.encode(segment, changes, base)) for name, encoding in ENCODINGS.items()}
+    assert sizes[choose(segment, changes, base).name] <= 1.05 * min(sizes.values())
+    del sizes["conditional"]
     assert sizes[choose(segment, changes).name] <= 1.05 * min(sizes.values())
 
 
 def test_each_encoding_is_chosen_somewhere():
-    segment, _, near = training_step(3e-7)
+    segment, base, near = training_step(3e-7)
+    assert choose(segment, near, base).name == "conditional"
     assert choose(segment, near).name == "step"
     assert choose(*training_step(1e-3)[::2]).name == "dense"
     reset = SegmentChanges(near.positions, near.old, np.zeros_like(near.old))
-    assert choose(segment, reset).name == "overwrite"
+    assert choose(segment, reset, base).name == "overwrite"
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
@@ -182,10 +186,11 @@ def test_a_base_of_another_segment_is_refused(name, base):
 def test_changes_that_do_not_fit_are_refused(name, positions, old, new, what):
     changes = SegmentChanges(np.array(positions, np.uint32), np.array(old, np.uint16), np.array(new, np.uint16))
     segment = segment_of("BF16", 10)
+    base = np.ones(10, np.uint16)
     with pytest.raises(UsageError, match=what):
-        ENCODINGS[name].encode(segment, changes)
+        ENCODINGS[name].encode(segment, changes, base)
     with pytest.raises(UsageError, match=what):
-        choose(segment, changes)
+        choose(segment, changes, base)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
@@ -199,7 +204,7 @@ def test_changes_of_another_dtype_or_out_of_order_are_refused(name):
         (np.array([2, 2], np.uint32), old),
     ):
         with pytest.raises(UsageError):
-            ENCODINGS[name].encode(segment, SegmentChanges(positions, before, new))
+            ENCODINGS[name].encode(segment, SegmentChanges(positions, before, new), np.ones(10, np.uint16))
 
 
 def test_every_dtype_has_special_values_here():

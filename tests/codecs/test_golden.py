@@ -59,7 +59,11 @@ def test_what_is_written_now_has_the_same_names_and_metadata(known, tmp_path):
     path = tmp_path / "now.safetensors"
     for file in FILES:
         name = file.removeprefix("v1-").removesuffix(".safetensors")
-        parts = encode_anchor(schema, state.__getitem__) if name == "anchor" else encode_delta(changes, encoding=name)
+        parts = (
+            encode_anchor(schema, state.__getitem__)
+            if name == "anchor"
+            else encode_delta(changes, base=state.__getitem__, encoding=name)
+        )
         path.write_bytes(next(iter(parts)).data)
         with safe_open(path, framework="np") as now, safe_open(GOLDEN / file, framework="np") as before:
             assert list(now.keys()) == list(before.keys())

@@ -205,6 +205,19 @@ def test_a_snapshot_keeps_at_most_one_copy_of_a_segment():
     assert copy_of(snapshot) == [[0] * 64]
 
 
+@pytest.mark.parametrize("moved", [0, 3, 100])
+def test_a_snapshot_gives_what_was_before_the_change_that_led_to_it(moved):
+    shadow = bytes_shadow(64, 64)
+    change = one(5, 0, 7)
+    shadow.advance(Changes(shadow.schema, {0: change}))
+    snapshot = shadow.snapshot()
+    for step in range(moved):
+        shadow.advance(Changes(shadow.schema, {0: one(step % 64, shadow.read(0)[step % 64], step + 100)}))
+    assert (0 in snapshot._kept) == (moved == 100)
+    assert snapshot.read_before(0, change).tolist() == [0] * 64
+    assert snapshot.read(0).tolist() == [0] * 5 + [7] + [0] * 58
+
+
 def test_a_released_snapshot_keeps_nothing():
     shadow = bytes_shadow()
     with shadow.snapshot() as snapshot:

@@ -1,4 +1,4 @@
-"""Write the golden files of the payload's format: run once for each version of it, never to make a test pass.
+"""Write the golden files of the payload's format that are not there: once for each version of it and each encoding.
 
     python tests/codecs/golden/make.py
 
@@ -70,12 +70,15 @@ def main() -> None:
             for index, c in changes.segments.items()
         ],
     }
-    (HERE / "v1.json").write_text(json.dumps(numbers, separators=(",", ":")) + "\n")
-    for name in ENCODINGS:
-        (part,) = encode_delta(changes, encoding=name)
-        (HERE / f"v1-{name}.safetensors").write_bytes(part.data)
-    (part,) = encode_anchor(schema, old.__getitem__)
-    (HERE / "v1-anchor.safetensors").write_bytes(part.data)
+    parts = {name: encode_delta(changes, base=old.__getitem__, encoding=name) for name in ENCODINGS}
+    files = {f"v1-{name}.safetensors": part for name, (part,) in parts.items()}
+    (files["v1-anchor.safetensors"],) = encode_anchor(schema, old.__getitem__)
+    contents = {name: part.data for name, part in files.items()}
+    contents["v1.json"] = json.dumps(numbers, separators=(",", ":")).encode() + b"\n"
+    for name, data in contents.items():
+        # What was written once stays as it is: readers of every later version are held to it.
+        if not (HERE / name).exists():
+            (HERE / name).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""Whether changes and bits fit the segment that they are said to be of; what every encoding asks before it begins."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltabus.bus.errors import SchemaMismatchError, UsageError
+
+from .changes import Bits, SegmentChanges
+from .schema import Segment
+
+__all__ = ["check_base", "check_changes", "check_start"]
+
+
+def check_changes(segment: Segment, changes: SegmentChanges) -> None:
+    """Check that changes can be written.
+
+    Raises:
+        UsageError: If they are none, out of order or of the segment, of other types, or change nothing somewhere.
+    """
+    positions, old, new = changes.positions, changes.old, changes.new
+    fits = positions.dtype == np.dtype(np.uint32) and old.dtype == new.dtype == segment.dtype.bits
+    if not fits or not 0 < positions.size == old.size == new.size or positions[-1] >= segment.size:
+        raise UsageError(
+            f"the changes of segment {segment.index} ({segment.size} elements of {segment.dtype.bits}) must be uint32 "
+            "positions inside it and equally many bits, old and new, not "
+            f"{', '.join(f'{each.dtype} {each.shape}' for each in (positions, old, new))}"
+        )
+    if (positions[1:] <= positions[:-1]).any():
+        raise UsageError(f"the changes of segment {segment.index} are not in order of position; sort them")
+    if (old == new).any():
+        raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
+
+
+def check_base(segment: Segment, base: Bits) -> None:
+    """Check that bits can be those of a whole segment.
+
+    Raises:
+        SchemaMismatchError: If they are not of its size and dtype.
+    """
+    if base.shape != (segment.size,) or base.dtype != segment.dtype.bits:
+        raise SchemaMismatchError(
+            f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not {base.shape} of "
+            f"{base.dtype}; the state read is not of this schema"
+        )
+
+
+def check_start(segment: Segment, changes: SegmentChanges, base: Bits) -> None:
+    """Check that changes, known to fit the segment, start from these bits.
+
+    Raises:
+        SchemaMismatchError: If the bits are not of the segment's size and dtype.
+        UsageError: If a changed element holds other bits than its change starts from.
+    """
+    check_base(segment, base)
+    if (base.take(changes.positions) != changes.old).any():
+        raise UsageError(
+            f"the base of segment {segment.index} is not the state that its changes start from; pass the bits as they "
+            "were before"
+        )

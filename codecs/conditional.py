@@ -1,0 +1,239 @@
+"""The encoding `conditional`: positions and steps, each coded by what the reader knows of the old value.
+
+An optimizer moves all weights by about as much, so that a small weight, among closely spaced floats, changes far more
+often than a large one, and by more steps. So elements are sorted into **classes** by the exponent of their old value;
+types without exponents are one class. A position is written as its gap: how many elements of its class were passed
+over since the last change in it. Within a class changes fall nearly at random, and nothing is left to know but luck.
+
+Gaps and magnitudes are Golomb-Rice codes (Golomb 1966; Rice and Plaunt 1971) whose parameter follows the mean of the
+numbers before, so that there are no tables to store, and quiet rows and tensors cost little. Where the mean is below
+2, as gaps where most elements change and magnitudes almost anywhere, the code's unary part goes through an adaptive
+binary arithmetic coder (Witten, Neal and Cleary 1987), for which no bit is too small. `docs/format.md` says it all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from deltabus.bus.errors import UsageError
+
+from .changes import Bits, SegmentChanges
+from .checked import check_base, check_changes, check_start
+from .cursor import Cursor
+from .dtypes import DType, Order
+from .kernels import adaptive, classes
+from .planes import thin_out
+from .rice import MAX_SIZE
+from .schema import Segment
+from .steps import Steps, advance, steps_between
+
+__all__ = ["Conditional"]
+
+_LENGTH_BYTES = 4
+_LEAST_ROOM = 8192
+_MOST_CLASS_BITS = 8
+
+_CHANGES_IN_STRETCH = 1024
+_MOST_STRETCHES = 32
+"""An estimate looks at stretches of the segment one by one, as the parameters do that follow the mean."""
+
+_REDUNDANCY = 1.015
+"""What adapting takes beyond the entropy, as measured on training steps."""
+
+_CLASS_BYTES = 3
+"""What the count and the first two parameters of a class take, about."""
+
+
+class Conditional:
+    """Gaps within classes of old values, and steps: writer and reader need all old bits of the segment."""
+
+    name = "conditional"
+    needs_base = True
+
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+        """Return about how many bytes `encode` would return, in time that grows with the changes alone.
+
+        The entropy of changed or not in each class, the bit length of magnitudes in each class, and what is left.
+
+        Raises:
+            UsageError: If `base` is missing.
+        """
+        base = _given(segment, base)
+        count, classed = changes.positions.size, _Classes.of(segment.dtype)
+        stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
+
+        def counted(stretch: npt.NDArray[np.int64], bits: Bits) -> npt.NDArray[np.int64]:
+            cells = stretch * classes.CLASSES + classed(bits)
+            return np.bincount(cells, minlength=stretches * classes.CLASSES).reshape(stretches, -1)
+
+        changed = counted(changes.positions.astype(np.int64) * stretches // segment.size, changes.old)
+        sample = thin_out(base)
+        held = counted(np.arange(sample.size) * stretches // sample.size, sample) * (segment.size / sample.size)
+        bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
+        old, new = thin_out(changes.old), thin_out(changes.new)
+        lengths = _bit_lengths(steps_between(old, new, segment.dtype.order).beyond)
+        pairs = np.bincount(lengths * classes.CLASSES + classed(old), minlength=65 * classes.CLASSES)
+        magnitudes = _entropy(pairs.reshape(65, classes.CLASSES)) + float(np.maximum(lengths - 1, 0).sum())
+        bits = _REDUNDANCY * (bits + magnitudes * (count / old.size)) + count
+        return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.sum(axis=0)))
+
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+        """Return the changes' bytes.
+
+        Args:
+            segment: Where they belong.
+            changes: What to write.
+            base: The bits of the whole segment that the changes start from; one dimension, not changed.
+
+        Raises:
+            UsageError: If the changes do not fit the segment, or `base` is missing or not what they start from.
+            SchemaMismatchError: If `base` is not of the segment's size and dtype.
+        """
+        check_changes(segment, changes)
+        base = _given(segment, base)
+        check_start(segment, changes, base)
+        classed, count = _Classes.of(segment.dtype), changes.positions.size
+        counts = np.zeros(classed.number, np.int64)
+        order, gaps = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        positions = np.ascontiguousarray(changes.positions)
+        classes.count_between(base, positions, classed.shift, classed.mask, counts, order, gaps, _tables())
+        negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
+        room = _LEAST_ROOM + count // 4
+        while True:
+            code, raw = np.zeros(room, np.uint32), np.zeros(room, "<u8")
+            words, bits, low, span = adaptive.write_changes(counts, order, gaps, beyond, code, raw, *_contexts())
+            if words != adaptive.NO_ROOM:
+                break
+            room *= 2
+        coded = _ended(code[:words], int(low), int(span))
+        tail = raw.view(np.uint8)[: (bits + 7) // 8].tobytes()
+        signs = np.packbits(negative, bitorder="little").tobytes()
+        return b"".join((len(coded).to_bytes(_LENGTH_BYTES, "little"), coded, tail, signs))
+
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+        """Return the changes that the bytes hold, checked: one or more, at rising positions in range, none idle.
+
+        Args:
+            segment: Where they belong.
+            data: What `encode` returned, from outside.
+            base: The reader's bits of the whole segment; one dimension, not changed.
+
+        Raises:
+            CorruptPayloadError: If the bytes are truncated, damaged or out of range, or the base is another state.
+            SchemaMismatchError: If `base` is not of the segment's size and dtype.
+        """
+        check_base(segment, base)
+        cursor = Cursor(data, f"segment {segment.index} ({self.name})")
+        coded = cursor.take(cursor.u32())
+        tail = np.frombuffer(cursor.rest(), np.uint8)
+        code = np.frombuffer(bytes(coded) + bytes(-len(coded) % 4), ">u4").astype(np.uint32)
+        raw = np.zeros(tail.size // 8 + 2, "<u8")
+        raw.view(np.uint8)[: tail.size] = tail
+        classed, (chances, used, sums) = _Classes.of(segment.dtype), _contexts()
+        counts, state = np.zeros(classed.number, np.int64), np.zeros(4, np.uint64)
+        count = adaptive.read_counts(code, raw, state, chances, used, counts)
+        # Each change has a sign of one bit, so that the memory taken below is bounded by the data that is here.
+        if not 0 < count <= min(segment.size, tail.size * 8):
+            raise cursor.corrupt(f"claims {count if count >= 0 else 'no possible number of'} changes")
+        gaps, beyond = np.empty(count, np.uint32), np.empty(count, segment.dtype.bits)
+        limits = np.array([segment.size, 1 << segment.dtype.size * 8 - 1], np.uint64)
+        if adaptive.read_changes(counts, code, raw, state, chances, used, sums, limits, gaps, beyond):
+            raise cursor.corrupt("holds gaps or steps that are out of range")
+        if len(coded) > 4 * int(state[2]) or (len(coded) and not coded[-1]):
+            raise cursor.corrupt("has code behind its last change")
+        negative = _signs(cursor, tail, int(state[3]), count)
+        positions, order = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        found = classes.find_counted(base, classed.shift, classed.mask, counts, gaps, positions, order, _tables())
+        if found != count:
+            raise cursor.corrupt(f"has {count} changes, of which {count - found} have no place in the state read")
+        old = base.take(positions)
+        return SegmentChanges(positions, old, advance(old, Steps(negative, beyond.take(order)), segment.dtype.order))
+
+
+class _Classes(NamedTuple):
+    """How the bits of an element tell its class: `bits >> shift & mask`."""
+
+    shift: np.uint64
+    mask: np.uint64
+
+    @classmethod
+    def of(cls, dtype: DType) -> _Classes:
+        """Return the classes of a type: its exponents, the top 8 bits of them where there are more, or a single one."""
+        if dtype.order is Order.PLAIN:
+            return cls(np.uint64(0), np.uint64(0))
+        below_sign = dtype.size * 8 - 1
+        kept = min(below_sign - dtype.mantissa, _MOST_CLASS_BITS)
+        return cls(np.uint64(below_sign - kept), np.uint64((1 << kept) - 1))
+
+    @property
+    def number(self) -> int:
+        """How many classes there are."""
+        return int(self.mask) + 1
+
+    def __call__(self, bits: Bits) -> npt.NDArray[np.int64]:
+        """Return the class of each element."""
+        return ((bits >> bits.dtype.type(self.shift)) & bits.dtype.type(self.mask)).astype(np.int64)
+
+
+def _given(segment: Segment, base: Bits | None) -> Bits:
+    if segment.size > MAX_SIZE:
+        raise UsageError(
+            f"a segment has 1 to {MAX_SIZE} elements, not {segment.size}; use a smaller `segment_elements`"
+        )
+    if base is None:
+        raise UsageError(
+            f"segment {segment.index} can be written as 'conditional' only beside the state that its changes start "
+            "from; pass `base`, or use another encoding"
+        )
+    return base
+
+
+def _tables() -> npt.NDArray[np.uint32]:
+    return np.zeros((classes.TABLES, classes.CLASSES), np.uint32)
+
+
+def _contexts() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    return (
+        np.empty(adaptive.CONTEXTS, np.uint64),
+        np.empty(adaptive.CONTEXTS, np.uint8),
+        np.empty(adaptive.SUMS, np.int64),
+    )
+
+
+def _ended(words: npt.NDArray[np.uint32], low: int, span: int) -> bytes:
+    """Return the code with its end: the fewest bytes whose continuation with zeros lies in the last interval."""
+    code = words.astype(">u4").tobytes()
+    for kept in range(9):
+        unit = 1 << 8 * (8 - kept)
+        end = -(-low // unit) * unit
+        if end < low + span:
+            break
+    value = (int.from_bytes(code, "big") << 64) + end
+    return value.to_bytes(len(code) + 8, "big").rstrip(b"\0")
+
+
+def _signs(cursor: Cursor, tail: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.bool_]:
+    """Return the signs that stand behind so many raw bits, checked: all bytes are used, and what fills them is zero."""
+    stop = (bits + 7) // 8
+    signs = tail[stop:]
+    if signs.size != (count + 7) // 8:
+        raise cursor.corrupt(f"has {tail.size} bytes where {bits} bits and {count} signs belong")
+    if (bits % 8 and tail[stop - 1] >> bits % 8) or (count % 8 and signs[-1] >> count % 8):
+        raise cursor.corrupt("has bits behind its last change")
+    return np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
+
+
+def _bit_lengths(values: Bits) -> npt.NDArray[np.int64]:
+    """Return the bits needed for each number, one more or less for very large ones."""
+    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+
+
+def _entropy(counts: npt.NDArray[np.number]) -> float:
+    """Return the bits that it takes to say in which row each one is, given its column, by how many are where."""
+    numbers = counts.astype(np.float64)
+    totals = np.broadcast_to(numbers.sum(axis=0), numbers.shape)
+    there = numbers > 0
+    return float((numbers[there] * np.log2(totals[there] / numbers[there])).sum())
