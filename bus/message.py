@@ -86,11 +86,13 @@ class Stats(Struct, frozen=True, kw_only=True):
         changed: Elements that the message changes; for an anchor, all.
         total: Elements of the state.
         encodings: Encoded bytes by name of encoding.
+        held: Elements that differ from the trainer's still, because they were held back.
     """
 
     changed: _Count
     total: _Count
     encodings: Annotated[dict[str, _Count], Meta(max_length=64)] = {}
+    held: _Count = 0
 
     @property
     def density(self) -> float:

@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from deltabus.bus.errors import UsageError, WaitTimeoutError
 from deltabus.bus.message import check_step_and_metadata
-from deltabus.codecs.changes import Changes, compose
+from deltabus.codecs.changes import Changes, compose, parts_of
+from deltabus.codecs.holdback import Limits, Split, estimate_bytes, split
 from deltabus.codecs.schema import Schema
-from deltabus.codecs.shadow import Shadow, Snapshot, capture
+from deltabus.codecs.shadow import Allocate, Shadow, Snapshot, capture, in_memory
 from deltabus.codecs.state import State
 
 from .publication import Publication
+from .unmodified import Marks
 
 __all__ = ["Draft", "Outbox", "Waiting"]
 
@@ -51,6 +54,8 @@ class Draft:
         anchor: Whether an anchor is asked for besides.
         metadata: The user's key-value pairs.
         waiting: The publications in it, oldest first.
+        held: Elements that were held back at that step.
+        size: About how many bytes the changes take; 0 where no budget asks.
     """
 
     step: int
@@ -58,6 +63,8 @@ class Draft:
     anchor: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
     waiting: tuple[Waiting, ...] = ()
+    held: int = 0
+    size: int = 0
 
     def followed_by(self, later: Draft) -> Draft:
         """Return one draft that does what this one and the later one do."""
@@ -73,6 +80,8 @@ class Draft:
             anchor=self.anchor or later.anchor,
             metadata=metadata,
             waiting=self.waiting + later.waiting,
+            held=later.held,
+            size=self.size + later.size,
         )
 
 
@@ -83,10 +92,27 @@ class Outbox:
 
     Args:
         pool: Where capturing runs in parallel.
+        limits: What may be held back.
+        encoding: The one that deltas will have; None is the smallest for each segment.
+        allocate: Makes the arrays of the shadow.
+        marks: Tells which tensors need no comparing; None compares all.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        *,
+        limits: Limits | None = None,
+        encoding: str | None = None,
+        allocate: Allocate = in_memory,
+        marks: Marks | None = None,
+    ) -> None:
         self._pool = pool
+        self._limits = limits or Limits()
+        self._encoding = encoding
+        self._allocate = allocate
+        self._marks = marks
+        self._waited = 0
         self._changed = threading.Condition()
         self._shadow: Shadow | None = None
         self._draft: Draft | None = None
@@ -136,24 +162,48 @@ class Outbox:
                 )
 
     def capture(
-        self, step: int, state: State, *, metadata: Mapping[str, str], anchor: bool, called: float
+        self,
+        step: int,
+        state: State,
+        *,
+        metadata: Mapping[str, str],
+        anchor: bool,
+        called: float,
+        everything: bool = False,
     ) -> Publication:
         """Take what changed since the last capture into the waiting draft, and return its handle.
 
         When it returns, the caller may change the tensors. When it raises, nothing was captured; if interrupted,
         the next call captures the whole state.
 
+        Args:
+            step: The step that the state belongs to.
+            state: What there is now.
+            metadata: The user's key-value pairs.
+            anchor: Whether an anchor is asked for besides.
+            called: When `publish` was called, by the monotonic clock, in seconds.
+            everything: Whether to hold nothing back this time.
+
         Raises:
             UnsupportedTensorError: If a tensor cannot be read.
+            StorageFullError: If there is no room for the shadow.
         """
+        # Marked before anything is compared: what changes meanwhile has another mark the next time.
+        look = self._marks.look(state) if self._marks is not None else None
+        found: Split | None = None
+        changes: Changes | None = None
         if not self._torn and self._shadow is not None and self._shadow.schema == state.schema:
-            changes: Changes | None = capture(state, self._shadow, pool=self._pool)
             shadow = self._shadow
+            changes = capture(state, shadow, pool=self._pool, skip=look.unmoved if look is not None else frozenset())
+            if self._limits and not everything:
+                found = self._split(changes, shadow)
+                changes = found.sent
         else:
-            changes, shadow = None, Shadow.of(state, pool=self._pool)
+            shadow = Shadow.of(state, pool=self._pool, allocate=self._allocate)
+        size = self._estimate(changes, shadow) if changes is not None and self._limits.budget is not None else 0
         publication = Publication(step)
         with self._changed:
-            draft = Draft(step, changes, anchor, metadata)
+            draft = Draft(step, changes, anchor, metadata, held=found.held.count if found else 0, size=size)
             if self._draft is not None:
                 draft = self._draft.followed_by(draft)
             # An interrupt (Ctrl-C) before the draft is in its place must leave no shadow that is ahead of the drafts.
@@ -164,8 +214,27 @@ class Outbox:
             waiting = Waiting(publication, called, time.monotonic() - called)
             self._draft = replace(draft, waiting=(*draft.waiting, waiting))
             self._torn = False
+        self._waited = self._waited + 1 if found and found.small else 0
+        if self._marks is not None and look is not None:
+            self._marks.keep(look, besides=_tensors_in(found.held) if found else frozenset())
         self._announce()
         return publication
+
+    def _split(self, changes: Changes, shadow: Shadow) -> Split:
+        """Decide what is held back; what a waiting draft takes already is no longer free."""
+        limits, waiting = self._limits, self._draft
+        free = limits.budget
+        if free is not None and waiting is not None:
+            free = max(free - waiting.size, 1)
+        return split(
+            changes,
+            threshold=0 if self._waited >= limits.patience - 1 else limits.threshold,
+            budget=free,
+            estimate=partial(self._estimate, shadow=shadow),
+        )
+
+    def _estimate(self, changes: Changes, shadow: Shadow) -> int:
+        return estimate_bytes(changes, base=shadow.read, encoding=self._encoding, pool=self._pool)
 
     def take(self, *, snapshot: bool) -> tuple[Draft, Snapshot | None, Schema] | None:
         """Take the waiting draft away; None when there is none.
@@ -198,7 +267,17 @@ class Outbox:
             self._draft = draft if later is None else draft.followed_by(later)
             self._changed.notify_all()
 
+    def forget(self) -> None:
+        """Give the shadow back; when nothing is captured or sent any more."""
+        self._shadow = None
+
     def _announce(self) -> None:
         if self._arrived is not None:
             loop, arrived = self._arrived
             loop.call_soon_threadsafe(arrived.set)
+
+
+def _tensors_in(changes: Changes) -> set[int]:
+    """Return the numbers of the tensors that changes touch."""
+    segments = changes.schema.segments
+    return {piece.tensor for at, change in changes.segments.items() for piece, _ in parts_of(segments[at], change)}

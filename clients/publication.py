@@ -60,6 +60,11 @@ class Published:
         return self.message.stats.changed
 
     @property
+    def held(self) -> int:
+        """Elements that differ from the newest step's still: `threshold` or `budget` held them back."""
+        return self.message.stats.held
+
+    @property
     def total(self) -> int:
         """Elements of the state."""
         return self.message.stats.total

@@ -16,6 +16,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from deltabus.bus.core import LogWriter
 from deltabus.bus.errors import ClosedError, PublishError, UsageError
@@ -24,14 +25,18 @@ from deltabus.bus.policy import AnchorPolicy, parse_policy
 from deltabus.bus.transport import Transport
 from deltabus.codecs.checkpoint import load_checkpoint
 from deltabus.codecs.encodings import ENCODINGS
+from deltabus.codecs.holdback import PATIENCE, Limits
 from deltabus.codecs.shadow import Shadow
 from deltabus.codecs.state import State, collect
 from deltabus.transports import open_transport
 
+from .attachment import Attachment
 from .bridge import LoopThread
+from .mapped import allocator
 from .outbox import Outbox
 from .publication import Publication
 from .sender import Sender
+from .unmodified import Marks, watch_optimizers
 from .workers import usable_cores
 
 __all__ = ["Publisher"]
@@ -60,11 +65,25 @@ class Publisher:
         on_busy: What `publish` does while earlier steps are on their way: `"coalesce"` folds steps into one message, so
             that training never waits for the network; `"wait"` waits, so that each step becomes a version.
         encoding: The encoding of every delta; None lets each segment take its smallest.
+        threshold: Hold changes of floats back until they have added up to more than so many ULP (steps from one
+            representable value to the next) since they were published. 0 holds nothing back.
+        budget: About how many bytes a delta may take, by estimate. The largest changes go first, in ULP, and integers
+            and booleans before them; at least one element goes. None is no limit. Whole states are not bounded by it.
+        patience: Every so many publications in a row that hold small changes back, the threshold is lifted once.
+        shadow: Where the copy of the published bits lies: None or `"ram"` for memory, or a directory on a local disk
+            for a file that is mapped into memory.
+        skip_unmodified: Do not compare tensors that torch counts as unmodified since the last publication: the same
+            object at the same address, with the same version counter, that no `torch.optim.Optimizer` stepped over.
+            Frozen tensors then cost nothing. Off by default, because not every write is counted: those through
+            `.data`, `detach().numpy()`, DLPack or a view that has a counter of its own (as of flattened or sharded
+            parameters), by kernels outside torch, and by replayed CUDA graphs are missed, and followers keep the old
+            bits until the tensor is next seen to change. Switch it on only where nothing writes like that.
         timeout: Limit in seconds for opening, for a wait inside `publish`, and for `close`.
         workers: Threads that compare and encode; None is the number of usable cores, at most 8.
 
     Raises:
-        UsageError: If an argument or the URL is wrong.
+        UsageError: If an argument or the URL is wrong, or `shadow` cannot be written to.
+        StorageFullError: If `have` is given and there is no room for the shadow.
         TransportError: If the topic cannot be reached.
         MessageFormatError: If what lies under the URL is not a topic.
         WaitTimeoutError: If opening takes longer than `timeout`.
@@ -81,6 +100,11 @@ class Publisher:
         anchor: str | int | AnchorPolicy = "adaptive",
         on_busy: Literal["coalesce", "wait"] = "coalesce",
         encoding: str | None = None,
+        threshold: int = 0,
+        budget: int | None = None,
+        patience: int = PATIENCE,
+        shadow: str | os.PathLike[str] | None = None,
+        skip_unmodified: bool = False,
         timeout: float = 300.0,
         workers: int | None = None,
     ) -> None:
@@ -91,10 +115,13 @@ class Publisher:
         self._writer_name = check_writer_name(writer)
         self._select, self._dtype, self._on_busy, self._timeout = select, dtype, on_busy, timeout
         policy = parse_policy(anchor)
+        limits = Limits(threshold=threshold, budget=budget, patience=patience)
+        self._allocate = allocator(shadow)
         transport = open_transport(url)
         self.url = transport.url
         self._pool = ThreadPoolExecutor(workers or usable_cores(), thread_name_prefix="deltabus-encode")
-        self._outbox = Outbox(self._pool)
+        marks = Marks() if skip_unmodified else None
+        self._outbox = Outbox(self._pool, limits=limits, encoding=encoding, allocate=self._allocate, marks=marks)
         self._publishing = threading.Lock()
         self._closed = False
         self._anchor_asked = False
@@ -109,13 +136,14 @@ class Publisher:
             self._pool.shutdown(cancel_futures=True)
             raise
         self._transport = transport
+        self._stop_watching = watch_optimizers(marks) if marks is not None else None
         try:
             if have is not None:
                 self._recognise(self._collect(load_checkpoint(have) if isinstance(have, str | os.PathLike) else have))
         except BaseException:
             self._shut_down()
             raise
-        self._farewell = weakref.finalize(self, _left_open, self._outbox, self.url)
+        self._farewell = weakref.finalize(self, _left_open, self._sender, self.url)
 
     async def _open(
         self, transport: Transport, policy: AnchorPolicy, encoding: str | None
@@ -148,7 +176,12 @@ class Publisher:
         return durable.version if durable else 0
 
     def publish(
-        self, step: int, model: nn.Module | Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+        self,
+        step: int,
+        model: nn.Module | Mapping[str, Tensor],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        everything: bool = False,
     ) -> Publication:
         """Publish the model's weights as they are now, and return a handle.
 
@@ -157,11 +190,14 @@ class Publisher:
             model: The model, or a mapping of names to tensors.
             metadata: Pairs of text that travel with the message; at most 256, and 64 KiB together. When publications
                 are folded, the newer value of a key counts.
+            everything: Whether to send also what `threshold` and `budget` would hold back, as for the last step of a
+                run and for one that a restarted trainer begins from.
 
         Raises:
             UsageError: If the model or an argument cannot be published.
             UnsupportedTensorError: If a tensor is of a kind that cannot be published.
             SchemaMismatchError: If names collide.
+            StorageFullError: If a shadow is to be made and there is no room for it; nothing was captured.
             PublishError: If an earlier step could not be stored; its cause is chained. Nothing of this step was
                 captured. The next `publish` carries on: it leads from the last state that readers can have.
             FencedError: If another process took this writer's log over. This one must stop.
@@ -183,11 +219,43 @@ class Publisher:
                     self._timeout, unless=lambda: (self._sender.failure or self._sender.fatal) is not None
                 )
                 self._raise_failure()
-            publication = self._outbox.capture(step, state, metadata=metadata, anchor=self._anchor_asked, called=called)
+            publication = self._outbox.capture(
+                step, state, metadata=metadata, anchor=self._anchor_asked, called=called, everything=everything
+            )
             self._anchor_asked = False
             return publication
         finally:
             self._publishing.release()
+
+    def attach(
+        self, optimizer: Optimizer, model: nn.Module | Mapping[str, Tensor], *, every: int = 1, start: int = 0
+    ) -> Attachment:
+        """Publish a model by itself, after every so many steps of an optimizer.
+
+        What `publish` raises, `optimizer.step()` raises, when its own work is done. Remove the handle before the
+        publisher is closed, if the optimizer goes on.
+
+        Args:
+            optimizer: Whose steps are counted; steps that a gradient scaler leaves out are none.
+            model: What is published.
+            every: The steps that are published are multiples of this.
+            start: Steps done before; the next one is `start + 1`.
+
+        Returns:
+            The handle, with the number of steps done and the newest publication.
+
+        Raises:
+            UsageError: If `every` is not positive, or a number is not whole.
+            ClosedError: If the publisher was closed.
+        """
+        self._check_open()
+        try:
+            every, start = operator.index(every), operator.index(start)
+        except TypeError as error:
+            raise UsageError(f"every={every!r} and start={start!r} must be whole numbers") from error
+        if every < 1:
+            raise UsageError(f"every={every} is not positive; every=1 publishes each step")
+        return Attachment(self.publish, optimizer, model, every=every, start=start)
 
     def request_anchor(self) -> None:
         """Let the next publication be followed by an anchor.
@@ -240,6 +308,9 @@ class Publisher:
         finally:
             self._loop.stop()
             self._sender.give_up()
+            self._outbox.forget()
+            if self._stop_watching is not None:
+                self._stop_watching()
             self._pool.shutdown(cancel_futures=True)
 
     async def _close_transport(self) -> None:
@@ -257,7 +328,7 @@ class Publisher:
         newest = self._sender.durable
         if newest is None or newest.schema.checksum != state.schema.checksum:
             return
-        shadow = Shadow.of(state, pool=self._pool)
+        shadow = Shadow.of(state, pool=self._pool, allocate=self._allocate)
         if shadow.digest(pool=self._pool) == newest.digest_after and self._sender.readable(newest):
             self._outbox.start_from(shadow)
         else:
@@ -291,6 +362,6 @@ def _said(step: int, metadata: Mapping[str, str] | None) -> tuple[int, dict[str,
     return step, said
 
 
-def _left_open(outbox: Outbox, url: str) -> None:
-    if not outbox.empty:
+def _left_open(sender: Sender, url: str) -> None:
+    if not sender.idle:
         _log.error("the publisher of %s was never closed: its last steps may be lost; call close(), or use `with`", url)

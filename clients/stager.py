@@ -19,7 +19,7 @@ from deltabus.codecs.changes import Changes, SegmentChanges, changes_in_segment
 from deltabus.codecs.container import decode_anchor, decode_delta
 from deltabus.codecs.digest import digest_delta
 from deltabus.codecs.schema import Schema
-from deltabus.codecs.shadow import Shadow
+from deltabus.codecs.shadow import Allocate, Shadow, in_memory
 
 from .update import Staged
 
@@ -36,15 +36,17 @@ class Stager:
     Args:
         reader: Where blobs are fetched.
         pool: Where decoding runs in parallel.
+        allocate: Makes the arrays of the shadow.
 
     Attributes:
         state: The version vector of the bits held; None for nothing.
     """
 
-    def __init__(self, reader: TopicReader, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, reader: TopicReader, pool: ThreadPoolExecutor, *, allocate: Allocate = in_memory) -> None:
         self.state: VersionVector | None = None
         self._reader = reader
         self._pool = pool
+        self._allocate = allocate
         self._shadow: Shadow | None = None
         self._digest = 0
         self._schemas: dict[bytes, Schema] = {}
@@ -84,7 +86,7 @@ class Stager:
         known = [m for m in messages if m.digest_after == digest and m.schema.checksum == newest.schema.checksum]
         if not known:
             return None
-        shadow = Shadow.empty(schema)
+        shadow = await in_thread(self._empty, schema)
         for segment in schema.segments:
             shadow.load(segment.index, await in_thread(target.read, segment.index))
         if await in_thread(shadow.digest, self._pool) != digest:
@@ -172,10 +174,17 @@ class Stager:
         return Changes(shadow.schema, found)
 
     def _build(self, parts: Iterable[bytes], schema: Schema) -> Shadow:
-        shadow = Shadow.empty(schema)
+        shadow = self._empty(schema)
         for index, bits in decode_anchor(parts, schema, pool=self._pool):
             shadow.load(index, bits)
         return shadow
+
+    def _empty(self, schema: Schema) -> Shadow:
+        return Shadow.empty(schema, allocate=self._allocate)
+
+    def forget(self) -> None:
+        """Give the bits held back; when nothing is staged any more."""
+        self._shadow, self.state = None, None
 
     async def _decode(self, message: Message, download: list[float], decode: Callable[[Iterator[bytes]], _T]) -> _T:
         """Run a decoder in a thread, over parts that are fetched ahead of it."""

@@ -25,6 +25,7 @@ from deltabus.transports import open_transport
 
 from .bridge import LoopThread
 from .holdings import Holdings
+from .mapped import allocator
 from .stager import Stager, in_thread
 from .update import Staged, Update
 from .workers import usable_cores
@@ -50,10 +51,12 @@ class Subscriber:
         latest: Whether each update leads to the newest state, with everything that has piled up folded into one;
             otherwise every version is delivered, one by one, from the first that can be.
         idle_timeout: Limit in seconds for the wait for an update; None waits for ever, as a follower does.
+        shadow: Where the copy of the weights lies: None or `"ram"` for memory, or a directory on a local disk for a
+            file that is mapped into memory.
         workers: Threads that decode; None is the number of usable cores, at most 8.
 
     Raises:
-        UsageError: If the URL is wrong.
+        UsageError: If the URL is wrong, or `shadow` cannot be written to.
     """
 
     def __init__(
@@ -63,12 +66,14 @@ class Subscriber:
         have: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         latest: bool = True,
         idle_timeout: float | None = None,
+        shadow: str | os.PathLike[str] | None = None,
         workers: int | None = None,
     ) -> None:
         self._have = have
         self._latest = latest
         self._idle_timeout = idle_timeout
         self._workers = workers or usable_cores()
+        self._allocate = allocator(shadow)
         self._transport = open_transport(url)
         self.url = self._transport.url
         self._holdings = Holdings()
@@ -98,7 +103,7 @@ class Subscriber:
         try:
             await self._transport.__aenter__()
             self._reader = TopicReader(self._transport)
-            self._stager = Stager(self._reader, self._pool)
+            self._stager = Stager(self._reader, self._pool, allocate=self._allocate)
             self._enter(await self._reader.load())
         except BaseException:
             await self.aclose()
@@ -121,6 +126,7 @@ class Subscriber:
             StopAsyncIteration: If the subscriber was closed.
             WaitTimeoutError: If `idle_timeout` is reached; the subscriber goes on.
             CorruptPayloadError: If a payload is damaged.
+            StorageFullError: If there is no room for the copy of the weights.
             RetentionGapError: If the topic no longer has what leads on from here.
             ConflictError: If the topic's history contradicts itself.
             TransportError: If the backend fails for good.
@@ -153,6 +159,8 @@ class Subscriber:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            self._stager.forget()
         async with self._handover:
             while self._ready:
                 self._ready.popleft().release()

@@ -13,6 +13,7 @@ from .topic import read_topic
 __all__ = ["print_log", "read_log", "row_of", "totals_of"]
 
 _COLUMNS = ("writer", "version", "position", "step", "kind", "epoch", "size", "density", "bits", "encodings", "age")
+_IF_ANY = ("held", "metadata")
 
 
 def read_log(url: str, *, writer: str | None = None, last: int | None = None, now: float) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def row_of(message: Message, *, now: float) -> dict[str, Any]:
         "parts": len(message.blobs),
         "changed": message.stats.changed,
         "total": message.stats.total,
+        "held": message.stats.held,
         "density": message.stats.density,
         "encodings": dict(message.stats.encodings),
         "schema": message.schema.checksum.hex(),
@@ -95,9 +97,10 @@ def totals_of(messages: Iterable[Message]) -> dict[str, Any]:
 def print_log(log: dict[str, Any]) -> None:
     """Print what `read_log` returned, for people."""
     rows = log["messages"]
-    columns = [*_COLUMNS, *(["metadata"] if any(row["metadata"] for row in rows) else [])]
+    columns = [*_COLUMNS, *(name for name in _IF_ANY if any(row[name] for row in rows))]
+    cells = [_cells(row) for row in rows]
     print_table(
-        columns, [_cells(row)[: len(columns)] for row in rows], left=("writer", "kind", "encodings", "metadata")
+        columns, [[row[name] for name in columns] for row in cells], left=("writer", "kind", "encodings", "metadata")
     )
     totals = log["totals"]
     print(
@@ -112,22 +115,23 @@ def print_log(log: dict[str, Any]) -> None:
         )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> dict[str, str]:
     is_delta = row["kind"] == Kind.DELTA
-    return [
-        row["writer"],
-        str(row["version"]),
-        str(row["position"]),
-        str(row["step"]),
-        row["kind"],
-        str(row["epoch"]),
-        size_text(row["bytes"]),
-        share_text(row["density"]) if is_delta else "",
-        f"{8 * row['bytes'] / row['changed']:.2f}" if is_delta and row["changed"] else "",
-        _encoding_shares(row["encodings"]),
-        age_text(row["age"]),
-        " ".join(f"{key}={value}" for key, value in sorted(row["metadata"].items())),
-    ]
+    return {
+        "writer": row["writer"],
+        "version": str(row["version"]),
+        "position": str(row["position"]),
+        "step": str(row["step"]),
+        "kind": row["kind"],
+        "epoch": str(row["epoch"]),
+        "size": size_text(row["bytes"]),
+        "density": share_text(row["density"]) if is_delta else "",
+        "bits": f"{8 * row['bytes'] / row['changed']:.2f}" if is_delta and row["changed"] else "",
+        "encodings": _encoding_shares(row["encodings"]),
+        "age": age_text(row["age"]),
+        "held": f"{row['held']:,}",
+        "metadata": " ".join(f"{key}={value}" for key, value in sorted(row["metadata"].items())),
+    }
 
 
 def _encoding_shares(encodings: dict[str, int]) -> str:
