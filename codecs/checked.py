@@ -9,7 +9,7 @@ from deltabus.bus.errors import SchemaMismatchError, UsageError
 from .changes import Bits, SegmentChanges
 from .schema import Segment
 
-__all__ = ["check_base", "check_changes", "check_start"]
+__all__ = ["check_base", "check_changes"]
 
 
 def check_changes(segment: Segment, changes: SegmentChanges) -> None:
@@ -42,19 +42,4 @@ def check_base(segment: Segment, base: Bits) -> None:
         raise SchemaMismatchError(
             f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not {base.shape} of "
             f"{base.dtype}; the state read is not of this schema"
-        )
-
-
-def check_start(segment: Segment, changes: SegmentChanges, base: Bits) -> None:
-    """Check that changes, known to fit the segment, start from these bits.
-
-    Raises:
-        SchemaMismatchError: If the bits are not of the segment's size and dtype.
-        UsageError: If a changed element holds other bits than its change starts from.
-    """
-    check_base(segment, base)
-    if (base.take(changes.positions) != changes.old).any():
-        raise UsageError(
-            f"the base of segment {segment.index} is not the state that its changes start from; pass the bits as they "
-            "were before"
         )

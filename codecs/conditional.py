@@ -21,7 +21,7 @@ import numpy.typing as npt
 from deltabus.bus.errors import UsageError
 
 from .changes import Bits, SegmentChanges
-from .checked import check_base, check_changes, check_start
+from .checked import check_base, check_changes
 from .cursor import Cursor
 from .dtypes import DType, Order
 from .kernels import adaptive, classes
@@ -37,7 +37,7 @@ _LEAST_ROOM = 8192
 _MOST_CLASS_BITS = 8
 
 _CHANGES_IN_STRETCH = 1024
-_MOST_STRETCHES = 32
+_MOST_STRETCHES = 16
 """An estimate looks at stretches of the segment one by one, as the parameters do that follow the mean."""
 
 _REDUNDANCY = 1.015
@@ -62,18 +62,21 @@ class Conditional:
             UsageError: If `base` is missing.
         """
         base = _given(segment, base)
-        count, classed = changes.positions.size, _Classes.of(segment.dtype)
+        classed, count = _Classes.of(segment.dtype), changes.positions.size
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
 
-        def counted(stretch: npt.NDArray[np.int64], bits: Bits) -> npt.NDArray[np.int64]:
-            cells = stretch * classes.CLASSES + classed(bits)
-            return np.bincount(cells, minlength=stretches * classes.CLASSES).reshape(stretches, -1)
+        def counted(places: npt.NDArray[np.integer], bits: Bits) -> npt.NDArray[np.int64]:
+            """Return how many elements there are of each class in each stretch."""
+            ends = np.searchsorted(places, np.arange(1, stretches + 1) * segment.size / stretches)
+            stretch = np.repeat(np.arange(stretches), np.diff(ends, prepend=0))
+            cells = np.bincount(stretch * classes.CLASSES + classed(bits), minlength=stretches * classes.CLASSES)
+            return cells.reshape(stretches, classes.CLASSES)
 
-        changed = counted(changes.positions.astype(np.int64) * stretches // segment.size, changes.old)
+        places, old, new = (thin_out(each) for each in (changes.positions, changes.old, changes.new))
         sample = thin_out(base)
-        held = counted(np.arange(sample.size) * stretches // sample.size, sample) * (segment.size / sample.size)
+        changed = counted(places, old) * (count / old.size)
+        held = counted(np.arange(sample.size) * (segment.size // sample.size), sample) * (segment.size / sample.size)
         bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
-        old, new = thin_out(changes.old), thin_out(changes.new)
         lengths = _bit_lengths(steps_between(old, new, segment.dtype.order).beyond)
         pairs = np.bincount(lengths * classes.CLASSES + classed(old), minlength=65 * classes.CLASSES)
         magnitudes = _entropy(pairs.reshape(65, classes.CLASSES)) + float(np.maximum(lengths - 1, 0).sum())
@@ -94,12 +97,17 @@ class Conditional:
         """
         check_changes(segment, changes)
         base = _given(segment, base)
-        check_start(segment, changes, base)
+        check_base(segment, base)
         classed, count = _Classes.of(segment.dtype), changes.positions.size
         counts = np.zeros(classed.number, np.int64)
         order, gaps = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        positions = np.ascontiguousarray(changes.positions)
-        classes.count_between(base, positions, classed.shift, classed.mask, counts, order, gaps, _tables())
+        positions, old = (np.ascontiguousarray(each) for each in (changes.positions, changes.old))
+        wrong = classes.count_between(base, positions, old, classed.shift, classed.mask, counts, order, gaps, _tables())
+        if wrong >= 0:
+            raise UsageError(
+                f"the base of segment {segment.index} holds other bits at element {positions[wrong]} than its change "
+                "starts from; pass the bits as they were before"
+            )
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
         room = _LEAST_ROOM + count // 4
         while True:
@@ -233,7 +241,10 @@ def _bit_lengths(values: Bits) -> npt.NDArray[np.int64]:
 
 def _entropy(counts: npt.NDArray[np.number]) -> float:
     """Return the bits that it takes to say in which row each one is, given its column, by how many are where."""
-    numbers = counts.astype(np.float64)
-    totals = np.broadcast_to(numbers.sum(axis=0), numbers.shape)
-    there = numbers > 0
-    return float((numbers[there] * np.log2(totals[there] / numbers[there])).sum())
+    return _log_sum(counts.sum(axis=0)) - _log_sum(counts)
+
+
+def _log_sum(numbers: npt.NDArray[np.number]) -> float:
+    """Return the sum of n log2 n."""
+    some = numbers[numbers > 0].astype(np.float64)
+    return float(some @ np.log2(some))

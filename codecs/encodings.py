@@ -31,7 +31,7 @@ import numpy as np
 from deltabus.bus.errors import DivergedError
 
 from .changes import Bits, SegmentChanges
-from .checked import check_base, check_changes, check_start
+from .checked import check_base, check_changes
 from .conditional import Conditional
 from .cursor import Cursor
 from .planes import estimate_planes, pack_plane, pack_planes, rotate, thin_out, unpack_plane, unpack_planes, unrotate
@@ -200,12 +200,12 @@ def choose(segment: Segment, changes: SegmentChanges, base: Bits | None = None) 
             out.
 
     Raises:
-        UsageError: If the changes do not fit the segment, or `base` is not what they start from.
+        UsageError: If the changes do not fit the segment.
         SchemaMismatchError: If `base` is not of the segment's size and dtype.
     """
     check_changes(segment, changes)
     if base is not None:
-        check_start(segment, changes, base)
+        check_base(segment, base)
     able = (encoding for encoding in ENCODINGS.values() if base is not None or not encoding.needs_base)
     return min(able, key=lambda encoding: encoding.estimate(segment, changes, base))
 

@@ -46,7 +46,7 @@ _WORTH_COMPRESSING = 24
 _MAX_WINDOW = 8 << 20
 """The window that RFC 8878 asks every decoder to support; a frame that wants more memory is refused."""
 
-_SAMPLE = 1 << 14
+_SAMPLE = 1 << 13
 """Values that an estimate looks at: enough for a histogram of 256 bins, few enough to cost nothing."""
 
 _LEAST_BITS = 1.25

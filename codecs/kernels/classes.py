@@ -33,22 +33,23 @@ _Counts = npt.NDArray[np.int64]
 def count_between(  # noqa: PLR0917 - compiled functions take their arguments by place
     bits: _Bits,
     positions: _U32,
+    old: _Bits,
     shift: np.uint64,
     mask: np.uint64,
     counts: _Counts,
     order: _U32,
     gaps: _U32,
     tables: _U32,
-) -> None:
+) -> int:
     """Sort changed places by class, and count the elements of its class that lie between each and the one before.
 
     Adds the changes of each class to `counts`; fills in the number of each change in the order of positions, class by
-    class, and the gaps in the same order.
+    class, and the gaps in the same order. Returns -1, or the number of a change that does not find its old bits.
     """
     # Four tables in turn, so that one count need not wait until the one before it is stored.
     first, second, third, fourth, after, slots = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
     for k in range(positions.size):
-        counts[(np.uint64(bits[positions[k]]) >> shift) & mask] += 1
+        counts[(np.uint64(old[k]) >> shift) & mask] += 1
     for c in range(1, counts.size):
         slots[c] = slots[c - 1] + np.uint32(counts[c - 1])
     i = np.uint64(0)
@@ -60,16 +61,20 @@ def count_between(  # noqa: PLR0917 - compiled functions take their arguments by
             third[(np.uint64(bits[i + _2]) >> shift) & mask] += _ONE
             fourth[(np.uint64(bits[i + _3]) >> shift) & mask] += _ONE
             i += _4
-        while i < stop:
-            first[(np.uint64(bits[i]) >> shift) & mask] += _ONE
-            i += _1
+        if bits[stop] != old[k]:
+            return k
         its = (np.uint64(bits[stop]) >> shift) & mask
         rank = first[its] + second[its] + third[its] + fourth[its]
+        # At most three elements before this one are not counted yet; looked at without a branch, and kept to count.
+        for at in (i, i + _1, i + _2):
+            before = min(at, stop)
+            rank += np.uint32((before < stop) & (((np.uint64(bits[before]) >> shift) & mask) == its))
         slot = slots[its]
         slots[its] = slot + _ONE
         gaps[slot] = rank - after[its]
         order[slot] = k
         after[its] = rank + _ONE
+    return -1
 
 
 @loop
