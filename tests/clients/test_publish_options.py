@@ -545,6 +545,16 @@ def test_models_that_take_turns_are_compared(url):
             assert bits(follower.model) == bits(model)
 
 
+def test_another_object_over_the_same_memory_is_compared(url):
+    model = one_tensor()
+    with Publisher(url, skip_unmodified=True, on_busy="wait") as publisher:
+        publisher.publish(0, model)
+        nudge(model["w"].data, places=5)
+        again = {"w": model["w"].data}
+        assert (again["w"].data_ptr(), again["w"]._version) == (model["w"].data_ptr(), model["w"]._version)
+        assert publisher.publish(1, again).result(LIMIT).changed == 5
+
+
 def test_what_is_held_back_of_an_unmodified_tensor_is_sent_later(url):
     model = one_tensor()
     with (
