@@ -109,10 +109,12 @@ class Conditional:
                 "starts from; pass the bits as they were before"
             )
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
+        # One width for all types, because the loops take seconds to compile.
+        magnitudes = beyond.astype(np.uint64)
         room = _LEAST_ROOM + count // 4
         while True:
             code, raw = np.zeros(room, np.uint32), np.zeros(room, "<u8")
-            words, bits, low, span = adaptive.write_changes(counts, order, gaps, beyond, code, raw, *_contexts())
+            words, bits, low, span = adaptive.write_changes(counts, order, gaps, magnitudes, code, raw, *_contexts())
             if words != adaptive.NO_ROOM:
                 break
             room *= 2
@@ -146,7 +148,7 @@ class Conditional:
         # Each change has a sign of one bit, so that the memory taken below is bounded by the data that is here.
         if not 0 < count <= min(segment.size, tail.size * 8):
             raise cursor.corrupt(f"claims {count if count >= 0 else 'no possible number of'} changes")
-        gaps, beyond = np.empty(count, np.uint32), np.empty(count, segment.dtype.bits)
+        gaps, beyond = np.empty(count, np.uint32), np.empty(count, np.uint64)
         limits = np.array([segment.size, 1 << segment.dtype.size * 8 - 1], np.uint64)
         if adaptive.read_changes(counts, code, raw, state, chances, used, sums, limits, gaps, beyond):
             raise cursor.corrupt("holds gaps or steps that are out of range")
@@ -157,8 +159,8 @@ class Conditional:
         found = classes.find_counted(base, classed.shift, classed.mask, counts, gaps, positions, order, _tables())
         if found != count:
             raise cursor.corrupt(f"has {count} changes, of which {count - found} have no place in the state read")
-        old = base.take(positions)
-        return SegmentChanges(positions, old, advance(old, Steps(negative, beyond.take(order)), segment.dtype.order))
+        old, steps = base.take(positions), Steps(negative, beyond.take(order).astype(segment.dtype.bits))
+        return SegmentChanges(positions, old, advance(old, steps, segment.dtype.order))
 
 
 class _Classes(NamedTuple):

@@ -22,7 +22,7 @@ def kernel(function: _F) -> _F:
 
 
 def loop(function: _F) -> _F:
-    """Compile a loop that makes no arrays itself and calls nothing but what is `inlined`; otherwise like `kernel`.
+    """Compile a loop that makes no arrays itself and calls nothing but loops and what is `inlined`.
 
     Without arrays of its own it need not count references to those that it is given, which is done at each call
     otherwise and takes longer than what small functions do.

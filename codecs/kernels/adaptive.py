@@ -3,7 +3,7 @@
 An arithmetic coder is three numbers that the loops hand on: `low`, `span` and the words filled for writing; `offset`
 (how far the code lies above `low`), `span` and the words taken for reading. Beside it run raw bits, of which `at` are
 written or read. `chances` and `used` are the contexts; `sums` holds total, count and parameter of the numbers before,
-for gaps at 0 and for magnitudes at 3.
+in the series of gaps (0) and of magnitudes (1).
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ DAMAGED = -1
 CONTEXTS = 288
 """Size of `chances` and `used`."""
 
-SUMS = 6
-"""Size of `sums`."""
+SUMS = (2, 3)
+"""Shape of `sums`."""
 
 _ESCAPE = 16
 _MOST_ZEROS = np.uint64(_ESCAPE)
-_GAPS, _MAGNITUDES = 0, 16
 _PER_CLASS = 32
-_COUNTS, _COUNTS_ON, _GAP_PARAMETERS, _MAGNITUDE_PARAMETERS = 32, 96, 160, 224
+_COUNTS, _COUNTS_ON, _PARAMETERS = 32, 96, 160
 _UNARY = 64
 
 _WINDOW = 32
@@ -52,7 +51,6 @@ _FULL_SPAN = np.uint64((1 << 64) - 1)
 _FULL_WORD = np.uint32((1 << 32) - 1)
 _NO_WORD, _ONE_MORE = np.uint32(0), np.uint32(1)
 
-_Bits = npt.NDArray[np.unsignedinteger]
 _Counts = npt.NDArray[np.int64]
 _U8 = npt.NDArray[np.uint8]
 _U32 = npt.NDArray[np.uint32]
@@ -87,7 +85,7 @@ def _write_bit(  # noqa: PLR0917 - compiled functions take their arguments by pl
     return low, span, filled
 
 
-@inlined
+@loop
 def _write_unary(  # noqa: PLR0917 - compiled functions take their arguments by place
     value: int, context: int, low: np.uint64, span: np.uint64, filled: int, code: _U32, chances: _U64, used: _U8
 ) -> tuple[np.uint64, np.uint64, int]:
@@ -116,15 +114,16 @@ def _bit_length(value: np.uint64) -> int:
 
 
 @inlined
-def _start(parameter: int, sums: _Counts, which: int) -> None:
+def _start(parameter: int, sums: _Counts, series: int) -> None:
     """Let the next number have this parameter."""
-    sums[which], sums[which + 1], sums[which + 2] = np.int64(1) << parameter, 1, parameter
+    sums[series, 0], sums[series, 1], sums[series, 2] = np.int64(1) << parameter, 1, parameter
 
 
 @inlined
-def _note(value: np.uint64, sums: _Counts, which: int) -> None:
+def _note(value: np.uint64, sums: _Counts, series: int) -> None:
     """Let the parameter follow the mean: the largest k with count * 2^k <= total, or 0."""
-    total, count, parameter = sums[which] + np.int64(min(value, _LARGEST_SUMMAND)), sums[which + 1] + 1, sums[which + 2]
+    total = sums[series, 0] + np.int64(min(value, _LARGEST_SUMMAND))
+    count, parameter = sums[series, 1] + 1, sums[series, 2]
     if count == _WINDOW:
         total >>= 1
         count >>= 1
@@ -132,13 +131,13 @@ def _note(value: np.uint64, sums: _Counts, which: int) -> None:
         parameter += 1
     while parameter and (count << parameter) > total:
         parameter -= 1
-    sums[which], sums[which + 1], sums[which + 2] = total, count, parameter
+    sums[series, 0], sums[series, 1], sums[series, 2] = total, count, parameter
 
 
 @inlined
 def _write_number(  # noqa: PLR0917 - compiled functions take their arguments by place
     value: np.uint64,
-    context: int,
+    series: int,
     low: np.uint64,
     span: np.uint64,
     filled: int,
@@ -148,9 +147,8 @@ def _write_number(  # noqa: PLR0917 - compiled functions take their arguments by
     chances: _U64,
     used: _U8,
     sums: _Counts,
-    which: int,
 ) -> tuple[np.uint64, np.uint64, int, int]:
-    parameter = np.uint64(sums[which + 2])
+    parameter, context = np.uint64(sums[series, 2]), series * _ESCAPE
     quotient = min(value >> parameter, _MOST_ZEROS)
     zeros = int(np.int64(quotient))
     if not parameter:
@@ -166,7 +164,7 @@ def _write_number(  # noqa: PLR0917 - compiled functions take their arguments by
         length = _bit_length(value)
         at = _write_raw(np.uint64(length), 6, raw, at)
         at = _write_raw(value, length, raw, at)
-    _note(value, sums, which)
+    _note(value, sums, series)
     return low, span, filled, at
 
 
@@ -191,7 +189,7 @@ def write_changes(  # noqa: PLR0917 - compiled functions take their arguments by
     counts: _Counts,
     order: _U32,
     gaps: _U32,
-    beyond: _Bits,
+    beyond: _U64,
     code: _U32,
     raw: _U64,
     chances: _U64,
@@ -219,27 +217,24 @@ def write_changes(  # noqa: PLR0917 - compiled functions take their arguments by
         if slot == stop:
             continue
         _forget(chances, used, _PER_CLASS)
-        total_gaps = total_beyond = 0.0
-        for s in range(slot, stop):
-            total_gaps += gaps[s]
-            total_beyond += beyond[order[s]]
-        parameter = _parameter_for(total_gaps, counts[c])
-        low, span, filled = _write_unary(parameter, _GAP_PARAMETERS, low, span, filled, code, chances, used)
-        _start(parameter, sums, 0)
-        parameter = _parameter_for(total_beyond, counts[c])
-        low, span, filled = _write_unary(parameter, _MAGNITUDE_PARAMETERS, low, span, filled, code, chances, used)
-        _start(parameter, sums, 3)
+        for series in range(2):
+            total = 0.0
+            for s in range(slot, stop):
+                total += float(beyond[order[s]] if series else np.uint64(gaps[s]))
+            parameter = _parameter_for(total, counts[c])
+            context = _PARAMETERS + series * _UNARY
+            low, span, filled = _write_unary(parameter, context, low, span, filled, code, chances, used)
+            _start(parameter, sums, series)
         for s in range(slot, stop):
             # A change takes at most 32 adaptive bits and the start of a class 88, each at most half a word, as no
             # chance is less than 2^-16; raw bits are at most 140.
             if filled + 128 > code.size or (at >> 6) + 8 > raw.size:
                 return NO_ROOM, 0, low, span
-            low, span, filled, at = _write_number(
-                np.uint64(gaps[s]), _GAPS, low, span, filled, at, code, raw, chances, used, sums, 0
-            )
-            low, span, filled, at = _write_number(
-                np.uint64(beyond[order[s]]), _MAGNITUDES, low, span, filled, at, code, raw, chances, used, sums, 3
-            )
+            for series in range(2):
+                value = beyond[order[s]] if series else np.uint64(gaps[s])
+                low, span, filled, at = _write_number(
+                    value, series, low, span, filled, at, code, raw, chances, used, sums
+                )
         slot = stop
     return filled, at, low, span
 
@@ -268,7 +263,7 @@ def _read_bit(  # noqa: PLR0917 - compiled functions take their arguments by pla
     return bit, offset, span, taken
 
 
-@inlined
+@loop
 def _read_unary(  # noqa: PLR0917 - compiled functions take their arguments by place
     context: int, offset: np.uint64, span: np.uint64, taken: int, code: _U32, chances: _U64, used: _U8
 ) -> tuple[int, np.uint64, np.uint64, int]:
@@ -295,7 +290,7 @@ def _read_ahead(raw: _U64, at: int) -> np.uint64:
 
 @inlined
 def _read_number(  # noqa: PLR0917 - compiled functions take their arguments by place
-    context: int,
+    series: int,
     offset: np.uint64,
     span: np.uint64,
     taken: int,
@@ -305,9 +300,8 @@ def _read_number(  # noqa: PLR0917 - compiled functions take their arguments by 
     chances: _U64,
     used: _U8,
     sums: _Counts,
-    which: int,
 ) -> tuple[np.uint64, np.uint64, np.uint64, int, int]:
-    parameter = np.uint64(sums[which + 2])
+    parameter, context = np.uint64(sums[series, 2]), series * _ESCAPE
     zeros = 0
     if not parameter:
         while zeros < _ESCAPE:
@@ -326,7 +320,7 @@ def _read_number(  # noqa: PLR0917 - compiled functions take their arguments by 
         length = int(np.int64(_read_ahead(raw, at) & _63))
         value = _read_ahead(raw, at + 6) & ((_1 << np.uint64(length)) - _1)
         at += 6 + length
-    _note(value, sums, which)
+    _note(value, sums, series)
     return value, offset, span, taken, at
 
 
@@ -371,7 +365,7 @@ def read_changes(  # noqa: PLR0917 - compiled functions take their arguments by 
     sums: _Counts,
     limits: _U64,
     gaps: _U32,
-    beyond: _Bits,
+    beyond: _U64,
 ) -> int:
     """Fill in gaps and magnitudes, class by class, and in `state` what was taken; returns 0, or DAMAGED.
 
@@ -385,25 +379,23 @@ def read_changes(  # noqa: PLR0917 - compiled functions take their arguments by 
         if slot == stop:
             continue
         _forget(chances, used, _PER_CLASS)
-        parameter, offset, span, taken = _read_unary(_GAP_PARAMETERS, offset, span, taken, code, chances, used)
-        if parameter > _MOST:
-            return DAMAGED
-        _start(parameter, sums, 0)
-        parameter, offset, span, taken = _read_unary(_MAGNITUDE_PARAMETERS, offset, span, taken, code, chances, used)
-        if parameter > _MOST:
-            return DAMAGED
-        _start(parameter, sums, 3)
-        for s in range(slot, stop):
-            gap, offset, span, taken, at = _read_number(
-                _GAPS, offset, span, taken, at, code, raw, chances, used, sums, 0
-            )
-            more, offset, span, taken, at = _read_number(
-                _MAGNITUDES, offset, span, taken, at, code, raw, chances, used, sums, 3
-            )
-            if gap >= limits[0] or more >= limits[1]:
+        for series in range(2):
+            context = _PARAMETERS + series * _UNARY
+            parameter, offset, span, taken = _read_unary(context, offset, span, taken, code, chances, used)
+            if parameter > _MOST:
                 return DAMAGED
-            gaps[s] = gap
-            beyond[s] = more
+            _start(parameter, sums, series)
+        for s in range(slot, stop):
+            for series in range(2):
+                value, offset, span, taken, at = _read_number(
+                    series, offset, span, taken, at, code, raw, chances, used, sums
+                )
+                if value >= limits[series]:
+                    return DAMAGED
+                if series:
+                    beyond[s] = value
+                else:
+                    gaps[s] = value
         slot = stop
     state[2], state[3] = np.uint64(taken), np.uint64(at)
     return 0
