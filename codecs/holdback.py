@@ -157,7 +157,8 @@ class _Ranking:
         floats = [segments[index].dtype for index in changes.segments if segments[index].dtype.order is not Order.PLAIN]
         common = max((dtype.bits for dtype in floats), key=lambda bits: bits.itemsize, default=np.dtype(np.uint8))
         self._distances = {index: self._of(index, common) for index in changes.segments}
-        self._sorted = np.sort(np.concatenate(list(self._distances.values())))
+        # Stable sorting takes linear time for numbers of two bytes, which bf16 and fp16 have.
+        self._sorted = np.sort(np.concatenate(list(self._distances.values())), kind="stable")
 
     def _of(self, index: int, common: np.dtype[np.unsignedinteger]) -> Bits:
         order, change = self._changes.schema.segments[index].dtype.order, self._changes.segments[index]
@@ -225,7 +226,10 @@ def _taken(changes: Changes, masks: Mapping[int, _Mask | None]) -> Changes:
         if mask is None:
             segments[index] = change
         elif mask.any():
-            segments[index] = SegmentChanges(change.positions[mask], change.old[mask], change.new[mask])
+            chosen = np.flatnonzero(mask)
+            segments[index] = SegmentChanges(
+                change.positions.take(chosen), change.old.take(chosen), change.new.take(chosen)
+            )
     return Changes(changes.schema, segments)
 
 
