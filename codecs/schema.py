@@ -34,6 +34,11 @@ SEGMENT_ELEMENTS = 1 << 22
 MAX_SCHEMA_BYTES = 256 << 20
 """The largest schema that is read: about a million tensors."""
 
+_MAX_SEGMENTS = 1 << 20
+"""What keeps a few bytes from promising a state whose mere table of segments fills the memory."""
+
+_MAX_DIMENSIONS = 64
+
 _Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -117,15 +122,23 @@ class Schema(Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError("a tensor is named twice")
         if [tensor.name for tensor in self.tensors] != sorted(tensor.name for tensor in self.tensors):
             raise ValueError("tensors are not sorted by name")
+        "".join(names).encode()  # it fails for what is no text, such as half of a surrogate pair
+        if any(len(tensor.shape) > _MAX_DIMENSIONS for tensor in self.tensors):
+            raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
         if self.total >= 1 << 63:
             raise ValueError("more than 2^63 elements")
+        by_dtype: dict[str, int] = {}
+        for tensor in self.tensors:
+            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.size
+        if sum(-(-size // self.segment_elements) for size in by_dtype.values()) > _MAX_SEGMENTS:
+            raise ValueError(f"more than {_MAX_SEGMENTS} segments of {self.segment_elements} elements")
 
     @classmethod
     def of(cls, tensors: Iterable[TensorSpec], *, segment_elements: int = SEGMENT_ELEMENTS) -> Schema:
         """Return the schema of these tensors, in canonical order.
 
         Raises:
-            SchemaMismatchError: If a name occurs twice.
+            SchemaMismatchError: If a name occurs twice or is no text, or there is too much of something.
         """
         try:
             return cls(tensors=tuple(sorted(tensors, key=lambda t: t.name)), segment_elements=segment_elements)

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from deltabus.bus.errors import CorruptPayloadError, UsageError
+from deltabus.bus.errors import CorruptPayloadError, StorageFullError, UsageError
 
 from .ahead import in_order
 from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, find_differing, validate
@@ -28,8 +28,17 @@ Allocate = Callable[[Schema], list[Bits]]
 
 
 def in_memory(schema: Schema) -> list[Bits]:
-    """Return arrays of zeros in this process's memory."""
-    return [np.zeros(segment.size, segment.dtype.bits) for segment in schema.segments]
+    """Return arrays of zeros in this process's memory.
+
+    Raises:
+        StorageFullError: If there is no room for them.
+    """
+    try:
+        return [np.zeros(segment.size, segment.dtype.bits) for segment in schema.segments]
+    except MemoryError as error:
+        raise StorageFullError(
+            f"this process has no memory for a copy of {schema.nbytes} bytes of weights; use a larger machine"
+        ) from error
 
 
 class Shadow:

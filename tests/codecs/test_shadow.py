@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltabus.bus.errors import CorruptPayloadError, DivergedError, SchemaMismatchError, UsageError
+from deltabus.bus.errors import (
+    CorruptPayloadError,
+    DivergedError,
+    SchemaMismatchError,
+    StorageFullError,
+    UsageError,
+)
 from deltabus.codecs.changes import Changes, SegmentChanges, changes_between, reverse
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.kernels import compare
@@ -284,3 +290,14 @@ def test_changes_between_a_state_and_a_shadow():
     with ThreadPoolExecutor(2) as pool:
         found = changes_between(state.schema, shadow.read, state.read, pool=pool)
     assert found.count == capture(state, shadow).count > 0
+
+
+def test_a_state_too_large_for_memory_is_an_error_of_ours(monkeypatch):
+    schema = collect(model()).schema
+
+    def full(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(StorageFullError, match=f"{schema.nbytes} bytes"):
+        patch.setattr(np, "zeros", full)
+        Shadow.empty(schema)
