@@ -19,6 +19,7 @@ __all__ = [
     "check_position",
     "check_range",
     "check_record",
+    "is_log",
 ]
 
 LOGS = "logs"
@@ -66,9 +67,14 @@ def check_log(log: str) -> str:
     Raises:
         UsageError: If it is not 1-63 letters, digits, `_` or `-`, beginning with a letter or digit.
     """
-    if not _LOG.fullmatch(log):
+    if not is_log(log):
         raise UsageError(f"log {log[:80]!r} is not 1-63 letters, digits, '_' or '-' that begin with a letter or digit")
     return log
+
+
+def is_log(name: str) -> bool:
+    """Return whether this may name a log."""
+    return _LOG.fullmatch(name) is not None
 
 
 def check_position(position: int) -> int:

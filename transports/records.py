@@ -16,6 +16,7 @@ from deltabus.bus.message import MAX_RECORD_BYTES
 from deltabus.bus.transport import Record
 
 from .atomic import read_file
+from .names import is_log
 from .threads import Work
 
 __all__ = ["find_first", "has_record", "list_logs", "read_records", "record_name"]
@@ -69,10 +70,10 @@ def read_records(directory: str, after: int, limit: int, work: Work) -> list[Rec
 
 
 def list_logs(directory: str) -> list[str]:
-    """Return the names of the directories that hold at least one record."""
+    """Return the names of the directories that may be logs and hold at least one record."""
     try:
         with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            names = [entry.name for entry in entries if is_log(entry.name) and entry.is_dir()]
     except FileNotFoundError:
         return []
     return sorted(name for name in names if find_first(f"{directory}/{name}") is not None)

@@ -136,6 +136,8 @@ async def test_strangers_in_the_directory_are_ignored(topic):
         for name in ("logs/main/README", "logs/main/2", "logs/main/00000000000000000009.bak", "logs/note", "logs/.x"):
             (topic.root / name).write_bytes(b"x")
         (topic.root / "logs" / "empty").mkdir()
+        (topic.root / "logs" / "main (copy)").mkdir()
+        topic.record("main (copy)", 0).write_bytes(b"x")
         (topic.root / "logs" / ".hidden").mkdir()
         assert await transport.logs() == ["main"]
         assert await transport.read("main") == written
