@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def inspect_file(path: Path) -> dict[str, Any]:
                 raise UsageError(
                     f"{path} is no payload part, no record and no schema; blobs and logs of a topic hold those"
                 )
-            data = start + file.read(limit + 1 - len(start))
+            size = os.fstat(file.fileno()).st_size
+            data = start if size > limit else start + file.read(limit + 1 - len(start))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(data) > limit:
+    if max(size, len(data)) > limit:
         raise UsageError(f"{path} has more than {limit} bytes, the most that such a file of a topic has")
     return {"file": path, "bytes": len(data), **look(data, path)}
 

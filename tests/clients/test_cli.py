@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 import deltabus.cli.log
 import deltabus.demo
-from deltabus.bus.errors import DeltabusError
+from deltabus.bus.errors import DeltabusError, UsageError
 from deltabus.cli.app import app
 from deltabus.cli.inspect import inspect_file
 from deltabus.cli.interrupts import importing
@@ -257,6 +259,19 @@ def test_inspect_refuses_other_files(tmp_path, content, status, words):
     ended = run("inspect", tmp_path / "file")
     assert ended.exit_code == status
     assert one_line(ended.stderr, str(tmp_path / "file"), words)
+
+
+def test_inspect_reads_nothing_of_a_file_that_is_too_large(topic, tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(topic.blob(0).read_bytes())
+    os.truncate(file, 8 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="more than"):
+            inspect_file(file)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_inspect_refuses_what_is_no_file(tmp_path):
