@@ -124,6 +124,7 @@ class Publisher:
         self._outbox = Outbox(self._pool, limits=limits, encoding=encoding, allocate=self._allocate, marks=marks)
         self._publishing = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._anchor_asked = False
         self._fatal_told = False
         self._loop = LoopThread(f"deltabus publisher of {self.url}")
@@ -284,6 +285,8 @@ class Publisher:
     def close(self, timeout: float | None = None) -> None:
         """Store what is still on its way, then stop; may be called more than once.
 
+        In a process that was forked from the publisher's it does nothing.
+
         Args:
             timeout: Limit in seconds; None is the publisher's own.
 
@@ -292,7 +295,7 @@ class Publisher:
             FencedError: If another process took this writer's log over, and this was not raised before.
             WaitTimeoutError: If the limit is reached; what was not stored by then is lost.
         """
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         try:
             if not self._fatal_told:
@@ -337,6 +340,11 @@ class Publisher:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the publisher of {self.url} was closed; open a new one")
+        if self._process != os.getpid():
+            raise ClosedError(
+                f"the publisher of {self.url} belongs to process {self._process}, and its threads are not in this one "
+                "that was forked from it; publish there, or open one here with a `writer` of its own"
+            )
 
     def _raise_failure(self) -> None:
         if self._sender.fatal is not None:

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -660,6 +662,32 @@ def test_publisher_that_is_never_closed_says_so(url, monkeypatch, caplog):
         assert "never closed" in caplog.text
         publisher.close()
         assert task.cancelled() and not loop._thread.is_alive()
+
+
+_FORK = """
+import os, sys, torch
+from deltabus import Publisher
+from deltabus.bus.errors import ClosedError
+
+with Publisher(sys.argv[1]) as publisher:
+    publisher.publish(0, {"a": torch.zeros(4)}).result(30)
+    child = os.fork()
+    if not child:
+        try:
+            publisher.publish(1, {"a": torch.ones(4)})
+        except ClosedError:
+            publisher.close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert publisher.publish(1, {"a": torch.ones(4)}).result(30).version == 2
+"""
+
+
+def test_a_forked_process_is_refused_and_leaves_the_publisher_alone(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(tmp_path / "topic")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_no_thread_stays_behind(url):
