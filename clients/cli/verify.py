@@ -10,7 +10,7 @@ from typing import Any
 
 from deltabus.bridge import LoopThread
 from deltabus.bus.core import TopicReader
-from deltabus.bus.errors import CodecError, CorruptPayloadError, KeyNotFoundError, MessageFormatError
+from deltabus.bus.errors import CodecError, CorruptPayloadError, KeyNotFoundError, MessageFormatError, UsageError
 from deltabus.bus.message import Blob, Message
 from deltabus.bus.retry import Retry
 from deltabus.bus.transport import Record, Transport
@@ -232,12 +232,12 @@ class _Inspection:
         return data
 
     def _fetch(self, message: Message, blob: Blob) -> bytes | None:
-        """Return a blob's bytes; None when it is not there or damaged, which is a problem."""
+        """Return a blob's bytes; None when it is not there, damaged, or named as no blob is, which is a problem."""
         self._blobs += 1
         self._nbytes += blob.size
         try:
             return self._loop.run(self._reader.fetch(blob))
-        except (CorruptPayloadError, KeyNotFoundError) as error:
+        except (CorruptPayloadError, KeyNotFoundError, UsageError) as error:
             self._problem(message, blob.key, str(error))
             return None
 

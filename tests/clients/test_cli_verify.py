@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -109,6 +110,16 @@ def test_swapped_records_are_found(chain, tmp_path):
     copy.records[3].write_bytes(fourth)
     copy.records[4].write_bytes(third)
     assert found_in(copy)[0] == [(3, None), (4, None)]
+
+
+def test_a_key_that_no_blob_can_have_is_found(chain, tmp_path):
+    copy = chain.copy(tmp_path / "copy")
+    key = "logs/trainer/00000000000000000000"
+    (blob,) = copy.messages[6].blobs
+    copy.rewrite(6, blobs=(msgspec.structs.replace(blob, key=key),))
+    places, report = found_in(copy)
+    assert places == [(6, key)]
+    assert (report.records, report.replayed, report.unreachable) == (8, 6, 1)
 
 
 def test_a_hole_in_the_log_is_found(chain, tmp_path):
