@@ -9,7 +9,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results import Results, published, row
-from rows import AUTOMATIC, FULL
+
+from deltabus.bench.rows import AUTOMATIC, FULL
 
 __all__ = ["draw"]
 
@@ -40,7 +41,7 @@ def _bits(results: Results) -> Figure:
     axes.set_prop_cycle(
         color=[color for number, color in enumerate(mpl.color_sequences["tab20"]) if number not in _REDS]
     )
-    densities = [100 * each.changed / each.total for each in results.sweep]
+    densities = [100 * each.density for each in results.sweep]
     for first in results.sweep[0].rows:
         if "threads" in first.name or "anchor" in first.name or first.name.startswith(FULL):
             continue
@@ -56,7 +57,7 @@ def _bits(results: Results) -> Figure:
         axes.plot(densities, heights, linestyle=line, label=f"bound, {name}", **_BOUND)
     settled = [run.settled() for run in results.real]
     if settled:
-        places = [100 * each.changed / each.total for each in settled]
+        places = [100 * each.density for each in settled]
         heights = [each.bits(row(each, AUTOMATIC).nbytes) for each in settled]
         axes.scatter(places, heights, marker="*", s=90, color="tab:red", zorder=5, label="deltabus, real checkpoints")
     axes.set(

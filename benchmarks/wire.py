@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import end_to_end
 import msgspec
 import torch
-from data import qwen3, real_runs, synthetic
-from report import fill_page, tables
+from data import real_runs
+from report import fill_page, fill_readme, tables
 from results import RealRun, Results
 from rich.console import Console
-from timing import machine, measure, usable_cores
 
+from deltabus.bench import end_to_end
+from deltabus.bench.machine import machine
+from deltabus.bench.shapes import SHAPES, qwen3, synthetic
+from deltabus.bench.source import Source
+from deltabus.bench.timing import measure, warm_up
 from deltabus.codecs.schema import Schema
+from deltabus.workers import usable_cores
 
 __all__ = ["main"]
 
@@ -34,6 +40,7 @@ _CACHE = _ROOT / ".cache" / "bench"
 _RATES = (3e-7, 1e-6, 3e-6, 1e-5)
 _DENSITIES = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
 _STEPS = 12
+_LABELS = {"tiny": "A tiny state at 1 %", "qwen3-0.6b": "Qwen3-0.6B's shapes at 1 %"}
 _SWEEP_LAYERS, _SWEEP_WORDS = 4, 18_992
 
 
@@ -42,7 +49,7 @@ class _Plan:
     """What to measure.
 
     Attributes:
-        whole: The made-up state of full size.
+        whole: The shape of full size.
         sweep: The one that is measured at each density: layers of the same shapes, fewer of them.
         densities: Shares of elements that change.
         rates: Learning rates of the real runs.
@@ -50,7 +57,7 @@ class _Plan:
         steps: Of the way from end to end.
     """
 
-    whole: Schema
+    whole: str
     sweep: Schema
     densities: tuple[float, ...]
     rates: tuple[float, ...]
@@ -64,7 +71,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny state, no real checkpoints: shows that it works")
     parser.add_argument("--all-layers", action="store_true", help="every density at full size; takes about an hour")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="draw pictures there, and renew benchmarks.md in it")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        metavar="DIR",
+        help="draw pictures there, and renew benchmarks.md in it, and README.md beside it",
+    )
     parser.add_argument(
         "--render", type=Path, metavar="FILE", help="measure nothing: take the figures of an earlier --json"
     )
@@ -76,7 +88,7 @@ def main() -> int:
         results = _measure(_plan(quick=options.quick, all_layers=options.all_layers), options.quick, log)
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     for table in tables(results):
         console.print(table.rich())
     if options.docs is not None:
@@ -86,16 +98,14 @@ def main() -> int:
 
 def _plan(*, quick: bool, all_layers: bool) -> _Plan:
     if quick:
-        tiny = qwen3(1, vocabulary=512, hidden=64)
-        return _Plan(tiny, tiny, (0.01, 0.2), (), 3, 3)
-    whole = qwen3()
-    sweep = whole if all_layers else qwen3(_SWEEP_LAYERS, vocabulary=_SWEEP_WORDS)
-    return _Plan(whole, sweep, _DENSITIES, _RATES, 3, 5)
+        return _Plan("tiny", SHAPES["tiny"](), (0.0001, 0.01, 0.2), (), 3, 3)
+    sweep = qwen3() if all_layers else qwen3(_SWEEP_LAYERS, vocabulary=_SWEEP_WORDS)
+    return _Plan("qwen3-0.6b", sweep, _DENSITIES, _RATES, 3, 5)
 
 
 def _measure(plan: _Plan, quick: bool, log: Console) -> Results:
     started = time.monotonic()
-    about = machine()  # now, because the sources may change meanwhile
+    about = machine() | {"revision": _revision()}  # now, because the sources may change meanwhile
     cores = usable_cores()
 
     def say(text: str) -> None:
@@ -104,18 +114,22 @@ def _measure(plan: _Plan, quick: bool, log: Console) -> Results:
     torch.set_num_threads(cores)
     with ThreadPoolExecutor(cores) as pool:
         threads = pool if cores > 1 else None
-        measure(synthetic(qwen3(1, vocabulary=512, hidden=64), 0.02), repeats=1, pool=threads)  # compiles every loop
+        warm_up(plan.sweep, pool=threads)
         real = [] if not plan.rates else _real(plan, say)
         sweep = []
         for density in plan.densities:
             say(f"{plan.sweep.total / 1e6:.0f} M elements at {density:.2%}")
             sweep.append(measure(synthetic(plan.sweep, density, workers=cores), repeats=plan.repeats, whole=False))
-        say(f"{plan.whole.total / 1e6:.0f} M elements at 1 %")
-        made = replace(synthetic(plan.whole, 0.01, workers=cores), label="Qwen3-0.6B's shapes at 1 %")
+        say(f"{plan.whole} at 1 %")
+        made = replace(synthetic(SHAPES[plan.whole](), 0.01, workers=cores), label=_LABELS[plan.whole])
         whole = measure(made, repeats=plan.repeats, pool=threads)
         del made
     say("from end to end")
-    way = end_to_end.run(plan.whole, 0.01, steps=plan.steps, place=_CACHE, progress=say)
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
+        place = Path(folder)
+        source = Source(shape=plan.whole, density=0.01)
+        way = end_to_end.run(source, (place / "topic").as_uri(), steps=plan.steps, checkpoints=place, progress=say)
     command = f"make bench ARGS={shlex.quote(shlex.join(sys.argv[1:]))}" if sys.argv[1:] else "make bench"
     return Results(command, quick, about, real, sweep, whole, way, time.monotonic() - started)
 
@@ -126,7 +140,9 @@ def _real(plan: _Plan, say: Callable[[str], object]) -> list[RealRun]:
         say(f"real checkpoints, {run.label}")
         # Ten settled steps give ten times, so that one of each suffices.
         pairs = enumerate(run.pairs(), 1)
-        found.append(RealRun(run.label, [measure(pair, repeats=1, whole=number == _STEPS) for number, pair in pairs]))
+        # Memory and whole states change little from step to step.
+        steps = [measure(pair, repeats=1, whole=number == _STEPS, memory=number == _STEPS) for number, pair in pairs]
+        found.append(RealRun(run.label, steps))
     return found
 
 
@@ -136,6 +152,19 @@ def _write_docs(results: Results, folder: Path) -> None:
     draw(results, folder)
     page = folder / "benchmarks.md"
     page.write_text(fill_page(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    readme = folder.absolute().parent / "README.md"
+    if readme.exists():
+        readme.write_text(fill_readme(readme.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def _revision() -> str:
+    """Return the commit of the sources, and whether they were changed since."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def _exact(results: Results) -> bool:

@@ -25,10 +25,12 @@
     │   ├── UnsupportedTensorError (TypeError) a tensor of a kind that cannot be published or written
     │   ├── CorruptPayloadError (ValueError)   a payload is truncated, damaged or out of range
     │   └── DivergedError                      the model does not hold the bits this update starts from
-    └── ClientError                        publisher or subscriber
+    └── ClientError                        publisher, subscriber, or what drives engines
         ├── ClosedError                        used after it was closed
+        ├── EngineError                        an inference engine cannot be reached, or refuses; carries `url`
         ├── PublishError                       a publication failed in the background; its cause is chained
         ├── StaleUpdateError                   the update was overtaken and can no longer be applied
+        ├── StragglerError (TimeoutError)      writers did not publish what a step waits for; names them
         └── WaitTimeoutError (TimeoutError)    a wait reached its limit
 
 Each message says what happened, where, and what to do. An error is raised before anything was changed.
@@ -46,6 +48,7 @@ __all__ = [
     "CorruptPayloadError",
     "DeltabusError",
     "DivergedError",
+    "EngineError",
     "FencedError",
     "KeyExistsError",
     "KeyNotFoundError",
@@ -60,6 +63,7 @@ __all__ = [
     "SignatureError",
     "StaleUpdateError",
     "StorageFullError",
+    "StragglerError",
     "TransientTransportError",
     "TransportError",
     "UnknownOptionError",
@@ -204,12 +208,36 @@ class ClosedError(ClientError):
     """A publisher or subscriber was used after it was closed."""
 
 
+class EngineError(ClientError):
+    """An inference engine cannot be reached, or refuses what it is told.
+
+    Attributes:
+        url: The engine's.
+    """
+
+    def __init__(self, message: str, *, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
 class PublishError(ClientError):
     """A publication failed in the background; the reason is its `__cause__`."""
 
 
 class StaleUpdateError(ClientError):
     """The update was overtaken by a later one and can no longer be applied."""
+
+
+class StragglerError(ClientError, TimeoutError):
+    """Writers did not publish what a step waits for: their part of it, or what it rests on.
+
+    Attributes:
+        writers: Their names.
+    """
+
+    def __init__(self, message: str, *, writers: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.writers = writers
 
 
 class WaitTimeoutError(ClientError, TimeoutError):

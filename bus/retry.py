@@ -70,11 +70,18 @@ class Retry:
             Exception: Whatever else `work` raises, at once.
         """
         started = self.clock()
+        try:
+            return await work()
+        except on as error:
+            first = error
+        # Most calls succeed, and many take less time than to ask the library: it is given the first outcome.
         attempts = 0
 
         async def attempt() -> _T:
             nonlocal attempts
             attempts += 1
+            if attempts == 1:
+                raise first
             return await work()
 
         def is_over(state: tenacity.RetryCallState) -> bool:

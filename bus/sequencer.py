@@ -8,33 +8,38 @@ the sequencer as it was.
 - A position holds one message; another one there is a conflict, the same one again is nothing new.
 - Epochs never decrease along a log: what follows a newer incarnation of the writer was written by a zombie.
 - Versions increase along a log. A message may lead again to a version that is known (the anchor of a step, which may
-  land after later deltas; a delta from an older base); its digest must be the one known.
-- A delta starts from a version that is known, with the digest known.
-- All writers name the same group.
+  land after later deltas; a delta from an older base); its digest and schema must be those known.
+- A delta starts from a version that is known, with the digest and schema known.
+- Generations of the writer's group never decrease along a log, and each is of one incarnation of the writer, and of the
+  same members in all logs.
 
 When retention removed the beginning of a log, versions that stood there are unknown. A base or late anchor among them
 is taken at its word: the digests catch a lie before it is applied, and a false alarm would stop every reader.
 
-A cut is a version vector at which every writer of the group has reached the same step. A writer that is alone makes
-a cut with every version, whatever its step, since a restarted trainer counts its steps again.
+Which states a reader may apply, `deltabus.bus.cuts` says.
 
 It has no clock, no randomness and no I/O. Memory grows with the headers of messages kept, a few kB each; `begin` frees
-those that retention removed.
+those that retention removed, or that its caller needs no more. What state each version is stays, as the rules ask.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections import ChainMap
-from collections.abc import MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import Self
 
+from .cuts import Cuts, Reached, Usable
 from .errors import ConflictError, UsageError
-from .message import Kind, Message
+from .message import Message
+from .planner import Fingerprint, Plan, Ways, plan_along
+from .progress import Awaited
 from .version import VersionVector
 
 __all__ = ["Cut", "Sequencer"]
+
+_NOTHING = VersionVector()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Cut:
     """A state that a reader may apply.
 
     Attributes:
-        step: The training step that all writers have reached.
+        step: The training step that the writers have reached that moved on last.
         state: The version of each writer.
         messages: The messages known to lead to those versions, by writer and position.
     """
@@ -59,13 +64,17 @@ class _Head:
     Attributes:
         position: The next position to enter.
         epoch: Of the last message; 0 before the first.
+        generation: Of the last message's group.
         version: The greatest version; 0 before the first.
+        needs: What the writer had applied of others.
         lost_from: Versions from here on may be unknown because retention removed them; None when nothing is missing.
     """
 
     position: int = 0
     epoch: int = 0
+    generation: int = 0
     version: int = 0
+    needs: VersionVector = _NOTHING
     lost_from: int | None = None
 
     def may_be_lost(self, version: int) -> bool:
@@ -75,34 +84,15 @@ class _Head:
 class _Log:
     """One writer's history and what waits to enter it."""
 
-    __slots__ = ("digests", "entered", "head", "leading", "start", "waiting")
+    __slots__ = ("entered", "head", "start", "states", "waiting", "ways")
 
     def __init__(self) -> None:
         self.head = _Head()
         self.start = 0
         self.entered: dict[int, Message] = {}
         self.waiting: dict[int, Message] = {}
-        self.leading: dict[int, list[Message]] = {}
-        self.digests: dict[int, int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    """A cut's place in the order of cuts; `total` and `versions` grow from one to the next."""
-
-    total: int
-    versions: tuple[int, ...]
-    step: int
-    state: VersionVector
-
-    @classmethod
-    def of(cls, step: int, versions: dict[str, int]) -> _Reached:
-        state = VersionVector(versions)
-        return cls(sum(state.values()), tuple(state.values()), step, state)
-
-    @property
-    def order(self) -> tuple[int, tuple[int, ...]]:
-        return self.total, self.versions
+        self.ways = Ways()
+        self.states: dict[int, Fingerprint] = {}
 
 
 class Sequencer:
@@ -110,6 +100,7 @@ class Sequencer:
 
     Args:
         topic: The topic's URL, named in errors.
+        only: The writers that are fed; what rests on others does not wait for them. None is all.
 
     Examples:
         Drive it in a loop, and each cut comes once, in order:
@@ -119,17 +110,35 @@ class Sequencer:
         ...     state = cut.state
     """
 
-    def __init__(self, *, topic: str = "") -> None:
+    def __init__(self, *, topic: str = "", only: Collection[str] | None = None) -> None:
         self._topic = topic
         self._logs: dict[str, _Log] = {}
-        self._group: frozenset[str] = frozenset()
-        self._steps: dict[int, dict[str, int]] = {}
-        self._cuts: list[_Reached] = []
+        self._cuts = Cuts(only)
+
+    @classmethod
+    def of(cls, messages: Iterable[Message], *, topic: str = "") -> Self:
+        """Return a sequencer of these messages, each log of which begins with its first.
+
+        Raises:
+            ConflictError: If they break a rule of history.
+        """
+        sequencer = cls(topic=topic)
+        firsts: set[str] = set()
+        for message in sorted(messages, key=lambda message: (message.writer, message.position)):
+            if message.writer not in firsts:
+                firsts.add(message.writer)
+                sequencer.begin(message.writer, message.position)
+            sequencer.feed(message)
+        return sequencer
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The history: every message that entered and was not removed by retention, by writer and position."""
         return tuple(chain.from_iterable(self._logs[writer].entered.values() for writer in sorted(self._logs)))
+
+    def messages_of(self, writer: str) -> tuple[Message, ...]:
+        """Return the history of one writer, by position."""
+        return tuple(self._logs[writer].entered.values()) if writer in self._logs else ()
 
     def feed(self, message: Message) -> None:
         """Take a message, in any order and any number of times.
@@ -152,7 +161,7 @@ class Sequencer:
         self._enter(message.writer, log, log.head, {message.position: message})
 
     def begin(self, writer: str, position: int) -> None:
-        """Say that retention removed what stood before a position of a log: it is forgotten, and not waited for.
+        """Forget what stood before a position of a log, and do not wait for it: it was removed, or is needed no more.
 
         Raises:
             UsageError: If the position is negative.
@@ -172,10 +181,9 @@ class Sequencer:
         for kept in (log.entered, log.waiting):
             for gone in [place for place in kept if place < position]:
                 del kept[gone]
-        log.leading = {}
-        for message in log.entered.values():
-            log.leading.setdefault(message.version, []).append(message)
-        self._find_cuts_again()
+        before = log.ways.into.keys()
+        log.ways.keep(log.entered.values())
+        self._cuts.forget(writer, before - log.ways.into.keys())
 
     def holes(self) -> dict[str, tuple[range, ...]]:
         """Return, for each log that has any, the positions before the greatest seen that were not fed."""
@@ -187,99 +195,131 @@ class Sequencer:
                 found[writer] = holes
         return found
 
-    def newest_cut(self, after: VersionVector | None = None) -> Cut | None:
-        """Return the newest cut that lies after a state; None when there is none."""
-        after = after or VersionVector()
-        for reached in reversed(self._cuts):
-            if reached.total <= sum(after.values()):
-                break
-            if reached.state.covers(after):
-                return self._cut(reached)
-        return None
+    def newest_cut(self, after: VersionVector | None = None, *, usable: Usable | None = None) -> Cut | None:
+        """Return the newest cut that lies after a state; None when there is none.
+
+        Args:
+            after: The state; None is nothing.
+            usable: Tells of a writer's version whether it can be had; None says that all can.
+        """
+        return self._cut(after, self._cuts.newest(after or _NOTHING, usable))
 
     def next_cut(self, after: VersionVector | None = None) -> Cut | None:
         """Return the first cut that lies after a state; None when there is none."""
-        after = after or VersionVector()
-        first = bisect_right(self._cuts, sum(after.values()), key=lambda reached: reached.total)
-        for place in range(first, len(self._cuts)):
-            if self._cuts[place].state.covers(after):
-                return self._cut(self._cuts[place])
-        return None
+        return self._cut(after, self._cuts.next(after or _NOTHING))
 
-    def _cut(self, reached: _Reached) -> Cut:
-        messages = (self._logs[writer].leading[version] for writer, version in reached.state.items())
-        return Cut(reached.step, reached.state, tuple(chain.from_iterable(messages)))
+    def is_cut(self, state: VersionVector) -> bool:
+        """Return whether a state is a cut of each group that has versions in it, and what these rest on is in it."""
+        return self._cuts.is_cut(state)
+
+    def waiting(self, after: VersionVector | None = None) -> tuple[Awaited, ...]:
+        """Return what keeps steps from a reader beyond whose state no cut lies.
+
+        For each group these are the first step beyond its newest cut that some members have and others lack, and the
+        first cut that rests on something that nobody has published.
+
+        Args:
+            after: The state; None is nothing.
+        """
+        return self._cuts.waiting(after or _NOTHING)
+
+    def generation(self, writer: str, version: int) -> int:
+        """Return the generation of the group that published a version of a writer; 0 where that is not known."""
+        return self._cuts.generation(writer, version)
+
+    def comes_after(self, later: tuple[str, int], earlier: tuple[str, int]) -> bool:
+        """Return whether a writer had applied a version of another when it published one of its own."""
+        return self._cuts.needs(*later).of(earlier[0]) >= earlier[1]
+
+    def twins(self, writer: str, version: int) -> Sequence[int]:
+        """Return the versions of a writer that are the same state as a version, itself among them."""
+        return self._logs[writer].ways.twins.get(version, ()) if writer in self._logs else ()
+
+    def plan(self, *, have: VersionVector | None, target: VersionVector) -> Plan:
+        """Return the cheapest messages of the history that lead to a state; see `deltabus.bus.planner.plan`.
+
+        Time grows with the versions between what is had and the target, not with the history.
+
+        Args:
+            have: The state to start from; None is nothing. A version that no message leads on from counts as nothing.
+            target: The state to reach.
+
+        Raises:
+            RetentionGapError: If the target cannot be reached; it says what is missing.
+        """
+        return plan_along({writer: self._ways(writer) for writer in target}, have=have, target=target)
+
+    def _ways(self, writer: str) -> Ways:
+        return self._logs[writer].ways if writer in self._logs else Ways()
+
+    def _cut(self, after: VersionVector | None, reached: Iterable[Reached] | None) -> Cut | None:
+        if reached is None:
+            return None
+        reached = tuple(reached)
+        state = self._cuts.state(after or _NOTHING, reached)
+        messages = (self._ways(writer).into.get(version, ()) for writer, version in state.items())
+        return Cut(max(cut.step for cut in reached), state, tuple(chain.from_iterable(messages)))
 
     def _enter(self, writer: str, log: _Log, head: _Head, fed: dict[int, Message]) -> None:
         """Let what is next into history, and what waited for it; all of it keeps the rules, or nothing is changed."""
-        news: dict[int, int] = {}
-        digests = ChainMap(news, log.digests)
-        group = self._group
-        run: list[Message] = []
+        news: dict[int, Fingerprint] = {}
+        states = ChainMap(news, log.states)
+        groups: dict[int, frozenset[str]] = {}
+        run: list[tuple[Message, VersionVector]] = []
         while message := fed.get(head.position) or log.waiting.get(head.position):
-            group = group or frozenset(message.group)
-            if group != frozenset(message.group):
-                ours, theirs = ", ".join(sorted(group)), ", ".join(sorted(message.group))
-                raise self._conflict(message, f"names the group {theirs}, but the topic's group is {ours}")
-            head = self._checked(head, digests, message)
-            run.append(message)
-        self._logs[writer], self._group = log, group
+            wrong = self._cuts.check(groups, message)
+            if wrong:
+                raise self._conflict(message, wrong)
+            head = self._checked(head, states, message)
+            run.append((message, head.needs))
+        self._logs[writer] = log
         log.head = head
-        log.digests.update(news)
-        for message in run:
+        for version, state in news.items():
+            log.states[version] = state
+            log.ways.note(version, state)
+        for message, needs in run:
             log.waiting.pop(message.position, None)
             log.entered[message.position] = message
-            leading = log.leading.setdefault(message.version, [])
-            leading.append(message)
-            if len(leading) == 1:
-                self._reach(message)
+            if log.ways.add(message):
+                self._cuts.enter(message, needs)
 
-    def _checked(self, head: _Head, digests: MutableMapping[int, int], message: Message) -> _Head:
-        """Return the head after a message that keeps the rules, and note the digests that it tells."""
+    def _checked(self, head: _Head, states: MutableMapping[int, Fingerprint], message: Message) -> _Head:
+        """Return the head after a message that keeps the rules, and note the states that it tells."""
         if message.epoch < head.epoch:
             raise self._conflict(message, f"was written by epoch {message.epoch} after one of epoch {head.epoch}")
-        if message.kind is Kind.DELTA:
-            base = message.base[message.writer]
-            if base not in digests and not head.may_be_lost(base):
-                raise self._conflict(message, f"starts from version {base}, which the log does not have")
-            assert message.digest_before is not None
-            if digests.setdefault(base, message.digest_before) != message.digest_before:
-                raise self._conflict(
-                    message,
-                    f"starts from digest {message.digest_before:016x}, but version {base} has {digests[base]:016x}",
-                )
-        version = message.version
-        if version <= head.version and version not in digests and not head.may_be_lost(version):
-            raise self._conflict(message, f"leads to version {version} behind version {head.version}")
-        if digests.setdefault(version, message.digest_after) != message.digest_after:
+        if message.generation < head.generation:
+            raise self._conflict(
+                message, f"is of generation {message.generation} of its group, after one of {head.generation}"
+            )
+        if message.generation == head.generation > 0 and message.epoch != head.epoch:
             raise self._conflict(
                 message,
-                f"leads to version {version} with digest {message.digest_after:016x}, "
-                f"but that version has {digests[version]:016x}",
+                f"is of generation {message.generation} of its group, as epoch {head.epoch} was before: "
+                "a group takes a new generation when it restarts",
             )
+        before, after = Fingerprint.before(message), Fingerprint.after(message)
+        if before is not None:
+            base = message.base[message.writer]
+            if base not in states and not head.may_be_lost(base):
+                raise self._conflict(message, f"starts from version {base}, which the log does not have")
+            known = states.setdefault(base, before)
+            if known != before:
+                raise self._conflict(message, f"starts from {before}, but version {base} has {known}")
+            after = after._replace(schema=known.schema)  # the same object, so that a long log keeps one of them
+        version = message.version
+        if version <= head.version and version not in states and not head.may_be_lost(version):
+            raise self._conflict(message, f"leads to version {version} behind version {head.version}")
+        known = states.setdefault(version, after)
+        if known != after:
+            raise self._conflict(message, f"leads to version {version} with {after}, but that version has {known}")
         return replace(
-            head, position=message.position + 1, epoch=message.epoch, version=max(head.version, message.version)
+            head,
+            position=message.position + 1,
+            epoch=message.epoch,
+            generation=message.generation,
+            version=max(head.version, message.version),
+            needs=head.needs.merge(message.needs) if message.needs else head.needs,
         )
-
-    def _reach(self, message: Message) -> None:
-        """Note that a writer reached a version."""
-        if len(self._group) == 1:
-            insort(self._cuts, _Reached.of(message.step, {message.writer: message.version}), key=lambda cut: cut.order)
-            return
-        # Of several versions of a step the newest counts: a restarted group takes the step again.
-        versions = self._steps.setdefault(message.step, {})
-        if self._group <= versions.keys():
-            self._cuts.remove(_Reached.of(message.step, versions))
-        versions[message.writer] = max(message.version, versions.get(message.writer, 0))
-        if self._group <= versions.keys():
-            insort(self._cuts, _Reached.of(message.step, versions), key=lambda cut: cut.order)
-
-    def _find_cuts_again(self) -> None:
-        self._cuts.clear()
-        self._steps.clear()
-        for log in self._logs.values():
-            for messages in log.leading.values():
-                self._reach(messages[0])
 
     def _conflict(self, message: Message, what: str) -> ConflictError:
         return ConflictError(

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
-__all__ = ["Buffer", "Record", "Transport"]
+__all__ = ["Buffer", "Guarantees", "Record", "StoredBlob", "Transport"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -44,14 +45,51 @@ class Record(NamedTuple):
     data: bytes
 
 
+class StoredBlob(NamedTuple):
+    """A blob that a backend holds.
+
+    Attributes:
+        key: Where it lies in the topic.
+        size: Its length in bytes; None where the backend does not tell it cheaply.
+        stored: When it was stored, in seconds since 1970 on the backend's own clock, which may differ from this
+            machine's; None where the backend does not tell. Of one topic such times can be compared with each other.
+    """
+
+    key: str
+    size: int | None
+    stored: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarantees:
+    """How a transport keeps the contract, and what it does beyond it; the documentation shows it as a table.
+
+    Attributes:
+        conditional_append: Whether the backend itself lets one of several racing writers win a position. Where it does
+            not, the transport decides among those that were written, by a rule that every reader follows.
+        push: Whether readers are told of a new record; otherwise they ask again and again.
+        durable: Whether what was acknowledged survives the death of every process involved.
+        atomic_visibility: Whether the backend itself never shows part of a blob or record.
+        remark: What to know about it, in one sentence.
+    """
+
+    conditional_append: bool
+    push: bool
+    durable: bool
+    atomic_visibility: bool
+    remark: str
+
+
 class Transport(abc.ABC):
     """One topic on one backend; use it as `async with`.
 
     Attributes:
         url: The topic's URL, without secrets, for errors and logs.
+        guarantees: How the contract is kept; of the class, unless it depends on the address.
     """
 
     url: str
+    guarantees: Guarantees
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,6 +136,19 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def blobs(self, folder: str) -> list[StoredBlob]:
+        """Return the blobs whose keys begin with `folder` and a slash, sorted by key.
+
+        What was stored, or removed, while this runs may be among them or not. The keys are all held in memory.
+
+        Raises:
+            UsageError: If the folder is malformed; it is written like a key.
+            AccessDeniedError: If the backend refuses to be read.
+            TransientTransportError: If the backend did not answer, or not in time.
+            TransportError: On any other fault.
+        """
+
+    @abc.abstractmethod
     async def append(self, log: str, position: int, record: Buffer) -> None:
         """Write a record at a position that is empty, or holds these very bytes; return when it is durable and visible.
 
@@ -137,6 +188,22 @@ class Transport(abc.ABC):
             UsageError: If the log's name is malformed.
             AccessDeniedError: If the backend refuses to be read.
             TransientTransportError: If the backend did not answer in time; tail again from the last record seen.
+            TransportError: On any other fault.
+        """
+
+    @abc.abstractmethod
+    async def trim(self, log: str, before: int) -> None:
+        """Remove the records in front of a position, oldest first; those that are gone already count as removed.
+
+        A log keeps its last record, whatever is asked for, so that it goes on where it ended. A call that fails or
+        dies halfway leaves a log that begins later than before, never one with a hole; readers go on with what is left.
+        Leave what an `append` that is still under way may stand behind: where the backend cannot refuse a write behind
+        a removed record, one that slept meanwhile would put its own in front of the log.
+
+        Raises:
+            UsageError: If the log's name is malformed, or the position negative.
+            AccessDeniedError: If the backend refuses.
+            TransientTransportError: If the backend did not answer, or not in time; some may be gone.
             TransportError: On any other fault.
         """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,10 +14,12 @@ from .errors import (
     FencedError,
     OvertakenError,
     PositionTakenError,
+    SignatureError,
     TransientTransportError,
     UsageError,
 )
-from .logs import read_log
+from .group import Group
+from .logs import Entry, Link, read_log
 from .message import (
     MAX_BLOB_BYTES,
     Blob,
@@ -26,8 +29,11 @@ from .message import (
     check_writer_name,
     encode_message,
 )
+from .planner import Fingerprint
 from .retry import Retry
-from .transport import Buffer, Transport
+from .signing import LOG_ID_BYTES, NO_RECORD, KeyRing, SigningKey, accepted, sign_message
+from .transport import Buffer, Record, Transport
+from .version import VersionVector
 
 __all__ = ["LogWriter", "checksum"]
 
@@ -46,15 +52,19 @@ class LogWriter:
     Args:
         transport: The topic, opened.
         writer: The name of the writer and of its log.
-        group: The names of the writers that make a cut; None is this one alone.
+        group: The writers that make a cut together, and their generation; None is this one alone.
         clock: Tells the time of day in seconds since 1970, for `Message.created`.
         retry: How long to try what may pass.
+        key: Signs every message; None signs none.
+        keys: Whose messages are accepted in this log besides the key's own; after a rotation, the old key's.
+        draw: Returns so many random bytes, for a new log's id.
 
     Attributes:
         writer: The name of the writer and of its log.
+        clock: As given.
 
     Raises:
-        UsageError: If a name is malformed, or the group lacks the writer or names one twice.
+        UsageError: If the name is malformed, the group lacks the writer, or keys are given without a key to sign with.
     """
 
     def __init__(
@@ -62,24 +72,37 @@ class LogWriter:
         transport: Transport,
         writer: str,
         *,
-        group: Sequence[str] | None = None,
+        group: Group | None = None,
         clock: Callable[[], float] = time.time,
         retry: Retry | None = None,
+        key: SigningKey | None = None,
+        keys: KeyRing | None = None,
+        draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self.writer = check_writer_name(writer)
-        self._group = tuple(map(check_writer_name, group or (writer,)))
-        if writer not in self._group or len(set(self._group)) != len(self._group):
-            raise UsageError(f"the group {', '.join(self._group)} must name each writer once, {writer!r} among them")
+        self._group = group or Group((writer,))
+        if writer not in self._group.members:
+            raise UsageError(f"the group {', '.join(self._group.members[:8])} has no member {writer!r}")
+        if keys is not None and key is None:
+            raise UsageError(
+                f"writer {writer!r} has keys to check messages with, but none to sign its own, which no reader with "
+                "keys would accept; give it a signing key"
+            )
+        self._key = key
+        self._keys = accepted(key, keys)
+        self._log_id = draw(LOG_ID_BYTES)
+        self._link: Link | None = None
         self._transport = transport
-        self._clock = clock
+        self.clock = clock
         self._retry = retry or Retry()
         self._turn = asyncio.Lock()
         self._epoch = 0
         self._position = 0
         self._version = 0
         self._last: Message | None = None
+        self._needs = VersionVector()
         self._history: list[Message] = []
-        self._digests: dict[int, int] = {}
+        self._states: dict[int, Fingerprint] = {}
         self._uncertain: set[bytes] = set()
         self._fence = ""
 
@@ -92,6 +115,11 @@ class LogWriter:
     def last(self) -> Message | None:
         """The last message of the log, as far as it is known here; None when it is empty."""
         return self._last
+
+    @property
+    def keys(self) -> KeyRing | None:
+        """Whose messages are accepted in this log; None accepts everybody's."""
+        return self._keys
 
     @property
     def next_version(self) -> int:
@@ -109,17 +137,26 @@ class LogWriter:
         Nobody learns of it before the first `commit`.
 
         Raises:
-            UsageError: If it is open already.
+            UsageError: If it is open already, or the group's generation is not greater than the log's.
             MessageFormatError: If the log holds something else than this writer's messages.
+            SignatureError: If there is a key, and the log holds what no accepted key signed; or none, and it is signed.
             TransportError: If it cannot be read.
         """
         async with self._turn:
             if self._epoch:
                 raise UsageError(f"the log of writer {self.writer!r} is open already; make a new `LogWriter` instead")
-            messages = await read_log(self._transport, self.writer, retry=self._retry)
-            for message in messages:
-                self._take_in(message)
-            self._epoch = max((message.epoch for message in messages), default=0) + 1
+            entries = await self._read(None)
+            if self._key is None and entries and entries[-1].message.signature is not None:
+                raise SignatureError(
+                    f"log {self.writer!r} of {self._transport.url} is signed, and this publisher has no key, so that "
+                    "no reader with keys would accept what it adds; give it the key, or publish to a new topic",
+                    topic=self._transport.url,
+                    writer=self.writer,
+                )
+            self._check_generation(entries[-1].message if entries else None)
+            for entry in entries:
+                self._take_in(entry)
+            self._epoch = max((entry.message.epoch for entry in entries), default=0) + 1
 
     async def store(self, data: Buffer, *, name: str) -> Blob:
         """Store a blob and return what names it; when it returns, the blob is durable.
@@ -168,7 +205,8 @@ class LogWriter:
         """Append a message at the log's end; when it returns, the message is durable, and readers may see it.
 
         Arguments are the fields of `Message`. Its blobs must have been stored before. The version is `next_version`, or
-        one that the log has, with the same digest: the anchor of an earlier step. One call runs at a time.
+        one that the log has, with the same digest and schema: the anchor of an earlier step. What `base` says of other
+        writers holds for all later messages too. One call runs at a time.
 
         Raises:
             UsageError: If a field is out of range or contradicts the log, or the writer is not open; nothing was
@@ -177,6 +215,7 @@ class LogWriter:
             OvertakenError: If an earlier incarnation wrote once more after this one had read the log, or an earlier
                 commit of this one succeeded although it was reported as failed. Nothing was written, and `history` has
                 what was found: go on with an anchor of `next_version`.
+            SignatureError: If there is a key, and somebody without an accepted one wrote to the log.
             AppendUnknownError: If answers were lost until the limit was reached: the message may or may not be there.
             TransientTransportError: If the backend did not answer until the limit was reached.
             TransportError: If the backend fails for good.
@@ -190,24 +229,51 @@ class LogWriter:
                     epoch=self._epoch,
                     kind=kind,
                     step=step,
-                    base=dict(base),
+                    base=self._based_on(base),
                     version=version,
-                    group=self._group,
+                    group=self._group.names,
+                    cohort=self._group.cohort,
                     schema=schema,
                     digest_before=digest_before,
                     digest_after=digest_after,
                     blobs=tuple(blobs),
                     stats=stats,
-                    created=self._clock(),
+                    created=self.clock(),
                     metadata=dict(metadata or {}),
                 )
             except ValueError as error:
                 raise UsageError(f"these fields make no message of writer {self.writer!r}: {error}") from error
             self._check_fits(message)
-            record = encode_message(message)
+            message, record = self._encoded(message)
             await self._append(record)
-            self._take_in(message)
+            self._take_in(Entry(message, Link.behind(Record(self._position, record), self._log_id)))
             return message
+
+    def _based_on(self, base: Mapping[str, int]) -> dict[str, int]:
+        """Return a base with all that this log rests on of other writers."""
+        others = {writer: version for writer, version in base.items() if writer != self.writer}
+        own = {self.writer: base[self.writer]} if self.writer in base else {}
+        return {**self._needs.merge(others), **own}
+
+    def _check_generation(self, last: Message | None) -> None:
+        """Check that the group is a new incarnation, so that no reader puts halves of two together."""
+        before, now = last.generation if last is not None else 0, self._group.generation
+        if before and now <= before:
+            given = f"generation {now}" if now else "no group"
+            raise UsageError(
+                f"log {self.writer!r} of {self._transport.url} has generation {before} of its group, and {given} was "
+                f"given: restart all members of the group, with a generation of {before + 1} or more"
+            )
+
+    async def _read(self, after: Link | None) -> list[Entry]:
+        return await read_log(self._transport, self.writer, after=after, retry=self._retry, keys=self._keys)
+
+    def _encoded(self, message: Message) -> tuple[Message, bytes]:
+        """Return a message as it is written, and its record."""
+        if self._key is None:
+            return message, encode_message(message)
+        previous = self._link.identity if self._link is not None else NO_RECORD
+        return sign_message(message, self._key, log_id=self._log_id, previous=previous)
 
     async def _checked(self, data: Buffer) -> bytes:
         """Return the checksum of bytes that may be stored."""
@@ -245,21 +311,21 @@ class LogWriter:
 
     async def _yield_to_others(self, there: bytes | None, taken: PositionTakenError) -> None:
         """Find out who wrote at this writer's position, and raise what follows from it."""
-        found = await read_log(self._transport, self.writer, after=self._position - 1, retry=self._retry)
+        found = await self._read(self._link)
         if not found:
             raise TransientTransportError(
                 f"position {self._position} of log {self.writer!r} is taken, but cannot be read yet", url=taken.url
             ) from taken
         own = there is not None and hashlib.sha256(there).digest() in self._uncertain
-        rival = max((message.epoch for message in found[own:]), default=0)
+        rival = max((entry.message.epoch for entry in found[own:]), default=0)
         if rival >= self._epoch:
             self._fence = (
                 f"writer {self.writer!r} of {self._transport.url} was taken over: position {self._position} is epoch "
                 f"{rival}'s, this process is epoch {self._epoch}; stop it, or give it a writer name of its own"
             )
             raise self._fenced() from taken
-        for message in found:
-            self._take_in(message)
+        for entry in found:
+            self._take_in(entry)
         who = "an append whose answer was lost" if own else f"an earlier incarnation (epoch {rival})"
         raise OvertakenError(
             f"log {self.writer!r} of {self._transport.url} went on to position {self._position - 1} by {who}; "
@@ -271,12 +337,15 @@ class LogWriter:
     def _fenced(self) -> FencedError:
         return FencedError(self._fence, topic=self._transport.url, writer=self.writer)
 
-    def _take_in(self, message: Message) -> None:
+    def _take_in(self, entry: Entry) -> None:
         """Count a message that is in the log."""
+        message, self._link = entry
+        self._log_id = self._link.log_id or self._log_id
         self._last = message
+        self._needs = self._needs.merge(message.needs)
         self._position = message.position + 1
         self._version = max(self._version, message.version)
-        self._digests[message.version] = message.digest_after
+        self._states[message.version] = Fingerprint.after(message)
         if message.kind is Kind.ANCHOR:
             # What a newcomer needs: older states serve nobody here, and a log may grow for months.
             self._history = [earlier for earlier in self._history if earlier.version >= message.version]
@@ -292,14 +361,16 @@ class LogWriter:
     def _check_fits(self, message: Message) -> None:
         """Check a message against the log that it is to stand in."""
         where = f"{message.kind} of version {message.version} does not fit the log of writer {self.writer!r}"
-        if message.version <= self._version and self._digests.get(message.version) != message.digest_after:
+        if message.version <= self._version and self._states.get(message.version) != Fingerprint.after(message):
             raise UsageError(
                 f"{where}: the log is at version {self._version}; a new state is version {self.next_version}, an "
-                "earlier one must have the digest that the log says"
+                "earlier one must have the digest and schema that the log says"
             )
         base = message.base.get(self.writer, 0)
-        if base and self._digests.get(base) != message.digest_before:
-            raise UsageError(f"{where}: it must start from a version that the log has, with that version's digest")
+        if base and self._states.get(base) != Fingerprint.before(message):
+            raise UsageError(
+                f"{where}: it must start from a version that the log has, with that version's digest and schema"
+            )
 
 
 async def checksum(data: Buffer) -> bytes:

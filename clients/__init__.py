@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from importlib.metadata import version as _version
 
     from deltabus.bus.errors import DeltabusError
+    from deltabus.bus.group import Group
+    from deltabus.codecs.slices import TensorSlice
 
+    from .direct import DirectSubscriber
     from .publication import Publication, Published
     from .publisher import Publisher
     from .subscriber import Subscriber
@@ -21,14 +24,28 @@ if TYPE_CHECKING:
 
     __version__ = _version("deltabus")
 
-__all__ = ["DeltabusError", "Publication", "Published", "Publisher", "Subscriber", "Update", "__version__"]
+__all__ = [
+    "DeltabusError",
+    "DirectSubscriber",
+    "Group",
+    "Publication",
+    "Published",
+    "Publisher",
+    "Subscriber",
+    "TensorSlice",
+    "Update",
+    "__version__",
+]
 
 _HOME = {
     "DeltabusError": "deltabus.bus.errors",
+    "DirectSubscriber": ".direct",
+    "Group": "deltabus.bus.group",
     "Publication": ".publication",
     "Published": ".publication",
     "Publisher": ".publisher",
     "Subscriber": ".subscriber",
+    "TensorSlice": "deltabus.codecs.slices",
     "Update": ".update",
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from deltabus.bus.errors import UsageError
 
 from .publication import Publication
 
@@ -21,6 +24,9 @@ class Attachment:
     Attributes:
         step: Steps done, those before the attachment included.
         publication: The newest publication; None before the first.
+
+    Raises:
+        UsageError: If `every` is not positive, or a number is not whole.
     """
 
     def __init__(
@@ -32,7 +38,12 @@ class Attachment:
         every: int,
         start: int,
     ) -> None:
-        self.step = start
+        try:
+            every, self.step = operator.index(every), operator.index(start)
+        except TypeError as error:
+            raise UsageError(f"every={every!r} and start={start!r} must be whole numbers") from error
+        if every < 1:
+            raise UsageError(f"every={every} is not positive; every=1 publishes each step")
         self.publication: Publication | None = None
         self._publish, self._model, self._every = publish, model, every
         self._handle = optimizer.register_step_post_hook(self._stepped)

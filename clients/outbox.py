@@ -17,7 +17,9 @@ from functools import partial
 
 from deltabus.bus.errors import UsageError, WaitTimeoutError
 from deltabus.bus.message import check_step_and_metadata
+from deltabus.bus.version import VersionVector
 from deltabus.codecs.changes import Changes, compose, parts_of
+from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.holdback import Limits, Split, estimate_bytes, split
 from deltabus.codecs.schema import Schema
 from deltabus.codecs.shadow import Allocate, Shadow, Snapshot, capture, in_memory
@@ -56,6 +58,7 @@ class Draft:
         waiting: The publications in it, oldest first.
         held: Elements that were held back at that step.
         size: About how many bytes the changes take; 0 where no budget asks.
+        after: What the trainer had applied of other writers.
     """
 
     step: int
@@ -65,6 +68,7 @@ class Draft:
     waiting: tuple[Waiting, ...] = ()
     held: int = 0
     size: int = 0
+    after: VersionVector = field(default_factory=VersionVector)
 
     def followed_by(self, later: Draft) -> Draft:
         """Return one draft that does what this one and the later one do."""
@@ -82,6 +86,7 @@ class Draft:
             waiting=self.waiting + later.waiting,
             held=later.held,
             size=self.size + later.size,
+            after=self.after.merge(later.after),
         )
 
 
@@ -94,8 +99,11 @@ class Outbox:
         pool: Where capturing runs in parallel.
         limits: What may be held back.
         encoding: The one that deltas will have; None is the smallest for each segment.
-        allocate: Makes the arrays of the shadow.
+        allocate: Makes the memory of the shadow.
         marks: Tells which tensors need no comparing; None compares all.
+
+    Raises:
+        UsageError: If there is no such encoding.
     """
 
     def __init__(
@@ -107,6 +115,8 @@ class Outbox:
         allocate: Allocate = in_memory,
         marks: Marks | None = None,
     ) -> None:
+        if encoding is not None and encoding not in ENCODINGS:
+            raise UsageError(f"encoding={encoding!r} is not one of {', '.join(ENCODINGS)}")
         self._pool = pool
         self._limits = limits or Limits()
         self._encoding = encoding
@@ -116,6 +126,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._shadow: Shadow | None = None
         self._draft: Draft | None = None
+        self._owed: Draft | None = None
         self._torn = False
         self._arrived: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -133,9 +144,18 @@ class Outbox:
         """Set this event on this loop whenever a draft arrives."""
         self._arrived = (loop, arrived)
 
-    def start_from(self, shadow: Shadow) -> None:
-        """Take a state that readers already have as the one that the next draft leads from."""
-        self._shadow = shadow
+    def start_from(self, shadow: Shadow, *, by: Draft | None = None, at_once: bool = True) -> None:
+        """Take a state as the one that the next draft leads from.
+
+        Args:
+            shadow: The state.
+            by: What leads there from the last durable state; None when that is the state.
+            at_once: Whether to send that by itself, and not with what is captured first.
+        """
+        with self._changed:
+            self._shadow = shadow
+            self._draft, self._owed = (by, None) if at_once else (None, by)
+        self._announce()
 
     @property
     def awaited(self) -> bool:
@@ -170,6 +190,7 @@ class Outbox:
         anchor: bool,
         called: float,
         everything: bool = False,
+        after: VersionVector | None = None,
     ) -> Publication:
         """Take what changed since the last capture into the waiting draft, and return its handle.
 
@@ -183,6 +204,7 @@ class Outbox:
             anchor: Whether an anchor is asked for besides.
             called: When `publish` was called, by the monotonic clock, in seconds.
             everything: Whether to hold nothing back this time.
+            after: What the trainer had applied of other writers.
 
         Raises:
             UnsupportedTensorError: If a tensor cannot be read.
@@ -203,16 +225,19 @@ class Outbox:
         size = self._estimate(changes, shadow) if changes is not None and self._limits.budget is not None else 0
         publication = Publication(step)
         with self._changed:
-            draft = Draft(step, changes, anchor, metadata, held=found.held.count if found else 0, size=size)
-            if self._draft is not None:
-                draft = self._draft.followed_by(draft)
+            held = found.held.count if found else 0
+            draft = Draft(step, changes, anchor, metadata, held=held, size=size, after=after or VersionVector())
+            before = self._draft or self._owed
+            if before is not None:
+                draft = before.followed_by(draft)
             # An interrupt (Ctrl-C) before the draft is in its place must leave no shadow that is ahead of the drafts.
             self._torn = True
             if changes is not None:
-                shadow.advance(changes)
+                shadow.advance(changes, pool=self._pool)
             self._shadow = shadow
             waiting = Waiting(publication, called, time.monotonic() - called)
             self._draft = replace(draft, waiting=(*draft.waiting, waiting))
+            self._owed = None
             self._torn = False
         self._waited = self._waited + 1 if found and found.small else 0
         if self._marks is not None and look is not None:

@@ -104,6 +104,7 @@ class Publication:
             WaitTimeoutError: If the limit is reached; the publication goes on.
             PublishError: If the step could not be stored. Its changes are not lost: they travel with the next one.
             FencedError: If another process took the log over.
+            SignatureError: If somebody without an accepted key wrote to the log.
             ClosedError: If the publisher was closed before.
         """
         try:

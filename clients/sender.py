@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from deltabus.bus.core import LogWriter
 from deltabus.bus.errors import (
@@ -18,33 +18,29 @@ from deltabus.bus.errors import (
     OvertakenError,
     PublishError,
     RetentionGapError,
+    SignatureError,
 )
 from deltabus.bus.message import Blob, Kind, Message, Stats
-from deltabus.bus.planner import plan
+from deltabus.bus.planner import Fingerprint, plan
 from deltabus.bus.policy import AnchorPolicy, SinceAnchor
+from deltabus.bus.skips import SkipPolicy
 from deltabus.codecs.changes import Changes
 from deltabus.codecs.container import Part, encode_anchor, encode_delta
-from deltabus.codecs.digest import digest_delta, digest_of
+from deltabus.codecs.digest import advanced, digest_delta, digest_of
 from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.schema import Schema
 from deltabus.codecs.shadow import Snapshot
+from deltabus.codecs.warming import warm_up
 
+from .events import Event, EventKind, Listener
 from .outbox import Draft, Outbox
+from .payload import Payload, store_payload
 from .publication import Published
+from .skips import SkipSender
 
-__all__ = ["Sender", "newest_state"]
+__all__ = ["Sender", "newest_state", "since_anchor"]
 
 _log = logging.getLogger("deltabus.publisher")
-_UPLOADS = 4
-_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Payload:
-    blobs: tuple[Blob, ...]
-    encodings: Mapping[str, int]
-    encode: float
-    upload: float
 
 
 class Sender:
@@ -54,8 +50,11 @@ class Sender:
         writer: The log's end, opened.
         outbox: Where drafts wait.
         policy: When to publish an anchor besides.
+        skips: When to publish several deltas composed into one.
         encoding: The encoding of every delta; None lets each segment take its smallest.
         pool: Where encoding runs in parallel.
+        tell: Told of what becomes durable, and of what fails.
+        topic: Named in what is told.
 
     Attributes:
         failure: The error that stopped the last draft or anchor, until somebody takes it.
@@ -68,9 +67,13 @@ class Sender:
         outbox: Outbox,
         *,
         policy: AnchorPolicy,
+        skips: SkipPolicy,
         encoding: str | None,
         pool: ThreadPoolExecutor,
+        tell: Listener,
+        topic: str,
     ) -> None:
+        self._tell_event, self._topic = tell, topic
         self.failure: BaseException | None = None
         self.fatal: DeltabusError | None = None
         self._writer = writer
@@ -80,7 +83,7 @@ class Sender:
         self._needs_base = encoding is None or ENCODINGS[encoding].needs_base
         self._pool = pool
         self._durable = newest_state(writer.history)
-        self._since = _since_anchor(writer.history)
+        self._since = since_anchor(writer.history)
         self._schemas: dict[bytes, Blob] = {}
         self._anchoring: asyncio.Task[None] | None = None
         self._anchor_owed = False
@@ -88,6 +91,16 @@ class Sender:
         self._progress = asyncio.Condition()
         self._busy = False
         self._stalled = False
+        self._overtaken = False
+        self._skips = SkipSender(
+            writer,
+            policy=skips,
+            encoding=encoding,
+            schema=self._schema,
+            fatal=self._end,
+            overtaken=self._note_overtaken,
+            done=self._tell,
+        )
         outbox.wake(asyncio.get_running_loop(), self._arrived)
 
     @property
@@ -106,7 +119,8 @@ class Sender:
     @property
     def idle(self) -> bool:
         """Whether everything captured is durable, or has failed."""
-        return not self._busy and (self._outbox.empty or self._stalled) and self._anchoring is None
+        sending = self._busy or not (self._outbox.empty or self._stalled)
+        return not sending and self._anchoring is None
 
     async def run(self) -> None:
         """Send drafts as they arrive, until cancelled."""
@@ -117,20 +131,27 @@ class Sender:
                 self._stalled = False
                 continue
             self._busy = True
+            self._skips.hush(True)
             await self._send_next()
             self._busy = False
+            self._skips.hush(False)
             await self._tell()
 
-    async def drain(self) -> None:
-        """Wait until everything captured so far is durable, or has failed; what failed before is tried once more."""
+    async def drain(self, *, skips: bool) -> None:
+        """Wait until everything captured so far is durable, or has failed; what failed before is tried once more.
+
+        Args:
+            skips: Whether to wait for skip deltas too, so that nothing is done in the background any more.
+        """
         if self._stalled:
             self._stalled = False
             self._arrived.set()
         async with self._progress:
-            await self._progress.wait_for(lambda: self.idle)
+            await self._progress.wait_for(lambda: self.idle and (self._skips.idle or not skips))
 
     async def aclose(self) -> None:
-        """Stop the anchor that is on its way, if any, and tell whoever still waits that it was in vain."""
+        """Stop what is on its way beside the deltas, if anything, and tell whoever still waits that it was in vain."""
+        await self._skips.aclose()
         if self._anchoring is not None:
             self._anchoring.cancel()
             await asyncio.gather(self._anchoring, return_exceptions=True)
@@ -151,7 +172,7 @@ class Sender:
 
     async def _send_next(self) -> None:
         due = self._anchor_due()
-        taken = self._outbox.take(snapshot=due or self._needs_base)
+        taken = self._outbox.take(snapshot=due or self._needs_base or self._skips.on)
         if taken is None:
             return
         draft, view, schema = taken
@@ -160,23 +181,42 @@ class Sender:
                 view.release()
             self._fail(draft, self.fatal)
             return
+        if self._overtaken and self._fell_behind():
+            # A delta from the old base would leave out the version that was found, and whoever follows it.
+            if view is not None:
+                view.release()
+            self._outbox.put_back(draft, whole=True)
+            return
         try:
             await self._send(draft, view, schema, anchor=due or draft.anchor)
-        except OvertakenError as error:
-            _log.warning("%s", error)
-            self._durable = newest_state(self._writer.history)
-            self._outbox.put_back(draft, whole=True)
         except asyncio.CancelledError:
             self._outbox.put_back(draft)
             raise
-        except FencedError as error:
-            self.fatal = error
+        except (FencedError, SignatureError) as error:
+            self._end(error)
             self._fail(draft, error)
         except Exception as error:
+            # Or what goes on beside was overtaken meanwhile, so that this draft's version is no longer the next.
+            if self._overtaken or isinstance(error, OvertakenError):
+                _log.warning("%s", error)
+                self._outbox.put_back(draft, whole=self._fell_behind())
+                return
             self._fail(draft, error)
             self._outbox.put_back(replace(draft, waiting=()))
             # What was published meanwhile carries these changes too, and deserves an attempt of its own.
             self._stalled = not self._outbox.awaited
+
+    def _note_overtaken(self) -> None:
+        self._overtaken = True
+
+    def _fell_behind(self) -> bool:
+        """Take the newest state of the log as the durable one, and return whether it is another than before.
+
+        What was found may lead to the very state that is the base here: a skip delta or an anchor of it.
+        """
+        self._overtaken = False
+        before, self._durable = self._durable, newest_state(self._writer.history)
+        return not _same_state(before, self._durable)
 
     def _anchor_due(self) -> bool:
         if self._anchoring is not None:
@@ -188,11 +228,24 @@ class Sender:
             _log.error("the anchor policy %r failed: %s", self._policy, error)
             return False
 
+    def _end(self, error: DeltabusError) -> None:
+        self.fatal = self.failure = error
+
     def _fail(self, draft: Draft, error: Exception) -> None:
         self.failure = error
         _log.error("step %d of writer %s was not published: %s", draft.step, self._writer.writer, error)
+        self._tell_event(
+            Event(
+                kind=EventKind.FAILED,
+                topic=self._topic,
+                writer=self._writer.writer,
+                step=draft.step,
+                detail=str(error),
+                metadata=draft.metadata,
+            )
+        )
         told = error
-        if not isinstance(error, FencedError | ClosedError):
+        if not isinstance(error, FencedError | SignatureError | ClosedError):
             told = PublishError(f"step {draft.step} could not be stored; its changes travel with the next one: {error}")
             told.__cause__ = error
         for waiting in draft.waiting:
@@ -208,19 +261,24 @@ class Sender:
                     raise CodecError("a whole state is to be published, but no snapshot of it was taken")
                 message, payload = await self._commit_anchor(draft, view, schema, version=self._writer.next_version)
                 self._anchor_owed = False
+                self._skips.restart()
             else:
-                message, payload = await self._commit_delta(draft, base, view, keep=anchor)
+                message, payload = await self._commit_delta(draft, base, view, keep=anchor or self._skips.on)
                 if view is not None and anchor:
-                    self._anchoring = asyncio.create_task(self._anchor_beside(draft, view, schema, message))
-                    self._anchor_owed, view = False, None
+                    beside = self._anchor_beside(draft, view.again(), schema, message)
+                    self._anchoring, self._anchor_owed = asyncio.create_task(beside), False
                 elif draft.anchor:
                     self._anchor_owed = True
+                if view is not None and self._skips.on:
+                    self._skips.add(message, draft.changes, view, anchor=self._since.anchor)
+                    view = None
         finally:
             if view is not None:
                 view.release()
         self._durable = message
         now = time.monotonic()
         steps = tuple(waiting.publication.step for waiting in draft.waiting)
+        seconds = {"encode": payload.encode, "upload": payload.upload}
         for waiting in draft.waiting:
             seconds = {
                 "blocked": waiting.blocked,
@@ -229,23 +287,43 @@ class Sender:
                 "total": now - waiting.called,
             }
             waiting.publication.succeed(Published(message, steps, seconds))
+        self._note_published(message, seconds)
+
+    def _note_published(self, message: Message, seconds: Mapping[str, float]) -> None:
+        self._tell_event(
+            Event(
+                kind=EventKind.PUBLISHED,
+                topic=self._topic,
+                writer=message.writer,
+                step=message.step,
+                version=message.version,
+                nbytes=message.nbytes,
+                changed=message.stats.changed,
+                total=message.stats.total,
+                whole=message.kind is Kind.ANCHOR,
+                seconds=seconds,
+                metadata=message.metadata,
+            )
+        )
 
     async def _commit_delta(
         self, draft: Draft, base: Message, view: Snapshot | None, *, keep: bool
-    ) -> tuple[Message, _Payload]:
+    ) -> tuple[Message, Payload]:
         assert draft.changes is not None
         schema = draft.changes.schema
         version = self._writer.next_version
-        payload = await self._store(self._encoded(draft.changes, view, keep=keep), f"{version:012d}-delta")
+        payload = await store_payload(
+            self._writer, self._encoded(draft.changes, view, keep=keep), name=f"{version:012d}-delta"
+        )
         change = await asyncio.to_thread(digest_delta, draft.changes)
         message = await self._writer.commit(
             kind=Kind.DELTA,
             step=draft.step,
             version=version,
-            base={self._writer.writer: base.version},
+            base={**draft.after, self._writer.writer: base.version},
             schema=await self._schema(schema),
             digest_before=base.digest_after,
-            digest_after=(base.digest_after + change) & _MASK,
+            digest_after=advanced(base.digest_after, change),
             blobs=payload.blobs,
             stats=Stats(
                 changed=draft.changes.count,
@@ -277,19 +355,23 @@ class Sender:
 
     async def _commit_anchor(
         self, draft: Draft, view: Snapshot, schema: Schema, *, version: int, expected: int | None = None
-    ) -> tuple[Message, _Payload]:
+    ) -> tuple[Message, Payload]:
         digest = await asyncio.to_thread(digest_of, schema, view.read, pool=self._pool)
         if expected is not None and digest != expected:
             raise CodecError(
                 f"the publisher's copy of version {version} has digest {digest:016x}, its deltas lead to "
                 f"{expected:016x}; this machine's memory cannot be trusted: restart the trainer elsewhere"
             )
-        payload = await self._store(encode_anchor(schema, view.read, pool=self._pool), f"{version:012d}-anchor")
+        # Beside the upload. What fails here will fail again, and be told, where it is needed.
+        self._pool.submit(warm_up, schema)
+        payload = await store_payload(
+            self._writer, encode_anchor(schema, view.read, pool=self._pool), name=f"{version:012d}-anchor"
+        )
         message = await self._writer.commit(
             kind=Kind.ANCHOR,
             step=draft.step,
             version=version,
-            base={},
+            base=draft.after,
             schema=await self._schema(schema),
             digest_before=None,
             digest_after=digest,
@@ -303,10 +385,15 @@ class Sender:
     async def _anchor_beside(self, draft: Draft, view: Snapshot, schema: Schema, delta: Message) -> None:
         """Publish the state of a delta as an anchor too, while later deltas go on."""
         try:
-            await self._commit_anchor(draft, view, schema, version=delta.version, expected=delta.digest_after)
-        except FencedError as error:
-            self.fatal = self.failure = error
+            message, payload = await self._commit_anchor(
+                draft, view, schema, version=delta.version, expected=delta.digest_after
+            )
+            self._note_published(message, {"encode": payload.encode, "upload": payload.upload})
+        except (FencedError, SignatureError) as error:
+            self._end(error)
         except Exception as error:
+            if isinstance(error, OvertakenError):
+                self._note_overtaken()
             self.failure = error
             self._anchor_owed = True
             _log.error("the anchor of version %d was not published: %s", delta.version, error)
@@ -320,48 +407,28 @@ class Sender:
             self._schemas[schema.checksum] = await self._writer.store_schema(schema.encode())
         return self._schemas[schema.checksum]
 
-    async def _store(self, parts: Iterator[Part], name: str) -> _Payload:
-        """Encode and upload a payload part by part, a few at a time."""
-        encodings: dict[str, int] = {}
-        uploads: list[asyncio.Task[Blob]] = []
-        slots = asyncio.Semaphore(_UPLOADS)
-        started = time.monotonic()
-        encoding = 0.0
 
-        async def upload(part: Part, number: int) -> Blob:
-            try:
-                return await self._writer.store(part.data, name=f"{name}-{number:04d}")
-            finally:
-                slots.release()
-
-        try:
-            while True:
-                before = time.monotonic()
-                part = await asyncio.to_thread(next, parts, None)
-                encoding += time.monotonic() - before
-                if part is None:
-                    break
-                for encoding_name, size in part.encodings.items():
-                    encodings[encoding_name] = encodings.get(encoding_name, 0) + size
-                await slots.acquire()
-                uploads.append(asyncio.create_task(upload(part, len(uploads))))
-            blobs = tuple(await asyncio.gather(*uploads))
-        except BaseException:
-            for task in uploads:
-                task.cancel()
-            await asyncio.gather(*uploads, return_exceptions=True)
-            raise
-        return _Payload(blobs, encodings, encoding, time.monotonic() - started)
-
-
-def newest_state(history: list[Message]) -> Message | None:
+def newest_state(history: Iterable[Message]) -> Message | None:
     """Return the message that leads to the newest version of a log; None for an empty log."""
     return max(history, key=lambda message: (message.version, message.position), default=None)
 
 
-def _since_anchor(history: list[Message]) -> SinceAnchor:
+def _same_state(one: Message | None, other: Message | None) -> bool:
+    return (
+        one is not None
+        and other is not None
+        and one.version == other.version
+        and Fingerprint.after(one) == Fingerprint.after(other)
+    )
+
+
+def since_anchor(history: list[Message]) -> SinceAnchor:
     """Return what was published since the last anchor of a log."""
-    since = SinceAnchor()
+    since, newest = SinceAnchor(), 0
     for message in history:
-        since = since.after_anchor(message.nbytes) if message.kind is Kind.ANCHOR else since.after_delta(message.nbytes)
+        if message.kind is Kind.ANCHOR:
+            since = since.after_anchor(message.nbytes)
+        elif message.version > newest:  # and no skip delta
+            since = since.after_delta(message.nbytes)
+        newest = max(newest, message.version)
     return since

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from deltabus.bus.core import TopicReader
-from deltabus.bus.errors import ClosedError, ProtocolError, RetentionGapError, WaitTimeoutError
-from deltabus.bus.message import Message
-from deltabus.bus.planner import plan
-from deltabus.bus.sequencer import Cut, Sequencer
-from deltabus.codecs.apply import Target
-from deltabus.codecs.checkpoint import load_checkpoint
-from deltabus.codecs.schema import Schema
+from deltabus.bus.errors import ClosedError
+from deltabus.bus.logs import parse_seen, seen_text
+from deltabus.bus.message import check_writer_name
+from deltabus.bus.version import VersionVector
 from deltabus.transports import open_transport
 
+from .bindings import Bindings
 from .bridge import LoopThread
+from .events import Events, Listener
+from .gaps import GapWatch
+from .handover import Handover
 from .holdings import Holdings
+from .intake import Intake
+from .keys import Key, verify_keys
 from .mapped import allocator
-from .stager import Stager, in_thread
-from .update import Staged, Update
+from .stragglers import StragglerWatch
+from .telling import applied
+from .update import Update
+from .verification import OnDrift, Verification, Verify
 from .workers import usable_cores
 
 __all__ = ["Subscriber"]
-
-_log = logging.getLogger("deltabus.subscriber")
-_AHEAD = 2
-"""Updates that are decoded before they are asked for, when every version is delivered."""
 
 
 class Subscriber:
@@ -48,15 +48,40 @@ class Subscriber:
         have: What this reader holds already: a model, a mapping of tensors, or the path of a safetensors checkpoint. If
             it is one of the topic's states, recognised by its digest, the first update leads on from there; if not, the
             first update carries the whole state.
+        writers: Whose weights to follow, where a topic has several writers that are independent of each other; of a
+            group all members. None is all.
         latest: Whether each update leads to the newest state, with everything that has piled up folded into one;
             otherwise every version is delivered, one by one, from the first that can be.
         idle_timeout: Limit in seconds for the wait for an update; None waits for ever, as a follower does.
-        shadow: Where the copy of the weights lies: None or `"ram"` for memory, or a directory on a local disk for a
-            file that is mapped into memory.
+        shadow: Where the copy of the weights lies: None or `"ram"` for the host's memory, or a directory on a local
+            disk for a file that is mapped into it. A `torch.device` is the memory of that device, which takes as much
+            again as the weights and up to 150 MiB for each worker; deltas are then decoded against it there.
+        keys: Whose messages are believed: texts of keys, or paths of their files. Then every message must be signed by
+            one of them and follow on the one before it, which is checked before anything it says is used. None takes
+            those in the environment variable `DELTABUS_VERIFY_KEYS`; without that, everybody is believed.
+        seen: Where the topic's logs stood when an earlier subscriber last looked, as its `seen` said. The topic must
+            go on there: one that was cut off, put back to an older state or exchanged for another, with messages that
+            were signed once, is refused. Needs keys.
+        lease: Seconds for which retention is asked, again and again, to leave what this reader still needs; None asks
+            for nothing, and writes nothing. A reader that dies holds it back for so long at most.
+        gap_timeout: Limit in seconds for the wait for an anchor when nothing that is there leads on: because it was
+            removed, or is damaged.
+        straggler_timeout: Limit in seconds for the wait for the rest of a group, once some of its writers have
+            published a step, and for what a step rests on (`publish(after=)`); None waits for ever. Who is awaited is
+            logged long before.
+        on_drift: What `apply` does where a model does not hold the bits that an update starts from, because somebody
+            else wrote to it: `"refuse"` raises `DivergedError`, `"repair"` brings it to the update's state, from the
+            copy of the weights kept here, and says so in `update.repaired` and the log.
+        verify: None compares what an update touches, and the whole of a model that is new here. `"full"` compares the
+            whole model, by its digest, before an update is written; that reads every weight once.
+        verify_every: With `verify="full"`, how many updates are applied from one such comparison to the next.
+        on_event: Told of each update that was received or applied, of detours and waits: `LoggingListener()`,
+            `PrometheusListener()`, or any callable that takes an `Event`; one or several.
         workers: Threads that decode; None is the number of usable cores, at most 8.
 
     Raises:
-        UsageError: If the URL is wrong, or `shadow` cannot be written to.
+        UsageError: If the URL, a key, `seen`, a time or another option is wrong, or `shadow` cannot be written to or is
+            no device.
     """
 
     def __init__(
@@ -64,25 +89,48 @@ class Subscriber:
         url: str | os.PathLike[str],
         *,
         have: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
+        writers: Sequence[str] | None = None,
         latest: bool = True,
         idle_timeout: float | None = None,
-        shadow: str | os.PathLike[str] | None = None,
+        shadow: str | os.PathLike[str] | torch.device | None = None,
+        keys: Key | Sequence[Key] | None = None,
+        seen: str | None = None,
+        lease: float | None = None,
+        gap_timeout: float = 300.0,
+        straggler_timeout: float | None = 600.0,
+        on_drift: OnDrift = "refuse",
+        verify: Verify | None = None,
+        verify_every: int = 1,
+        on_event: Listener | Iterable[Listener] | None = None,
         workers: int | None = None,
     ) -> None:
-        self._have = have
-        self._latest = latest
+        self._verification = Verification(on_drift=on_drift, verify=verify, every=verify_every)
+        ring, known = verify_keys(keys), parse_seen(seen or "")
         self._idle_timeout = idle_timeout
         self._workers = workers or usable_cores()
-        self._allocate = allocator(shadow)
+        self._allocate = allocator(shadow, of_model=False)
         self._transport = open_transport(url)
         self.url = self._transport.url
+        only = None if writers is None else frozenset(map(check_writer_name, writers))
+        self._reader = TopicReader(self._transport, keys=ring, seen=known, only=only)
+        self._events = Events(on_event)
         self._holdings = Holdings()
-        self._sequencer = Sequencer(topic=self.url)
-        self._ready: deque[Staged] = deque()
-        self._handover = asyncio.Condition()
-        self._news = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._bindings = Bindings()
+        self._handover = Handover(topic=self.url, latest=latest)
+        self._intake = Intake(
+            self._transport,
+            self._reader,
+            self._handover,
+            have=have,
+            writers=only,
+            latest=latest,
+            lease=lease,
+            stragglers=StragglerWatch(self.url, limit=straggler_timeout, tell=self._events.tell),
+            gaps=GapWatch(self.url, limit=gap_timeout, tell=self._events.tell),
+            holdings=self._holdings,
+            tell=self._events.tell,
+        )
+        self._step: int | None = None
         self._current: Update | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -94,6 +142,7 @@ class Subscriber:
         Raises:
             TransportError: If the topic cannot be reached.
             MessageFormatError: If what lies under the URL is not a topic.
+            SignatureError: If there are keys, and a message does not show that it belongs where it stands.
             ConflictError: If its history contradicts itself.
             ClosedError: If the subscriber was closed.
         """
@@ -102,13 +151,11 @@ class Subscriber:
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="deltabus-decode")
         try:
             await self._transport.__aenter__()
-            self._reader = TopicReader(self._transport)
-            self._stager = Stager(self._reader, self._pool, allocate=self._allocate)
-            self._enter(await self._reader.load())
+            works = await self._intake.open(self._pool, self._allocate)
         except BaseException:
             await self.aclose()
             raise
-        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._follow, self._produce)]
+        self._tasks = [asyncio.create_task(self._guard(work)) for work in works]
         return self
 
     async def __aexit__(
@@ -125,33 +172,37 @@ class Subscriber:
         Raises:
             StopAsyncIteration: If the subscriber was closed.
             WaitTimeoutError: If `idle_timeout` is reached; the subscriber goes on.
-            CorruptPayloadError: If a payload is damaged.
+            SignatureError: If there are keys, and a message does not show that it belongs where it stands.
+            CorruptPayloadError: If a payload is damaged, and no other way was found within `gap_timeout`.
             StorageFullError: If there is no room for the copy of the weights.
-            RetentionGapError: If the topic no longer has what leads on from here.
-            ConflictError: If the topic's history contradicts itself.
+            RetentionGapError: If the topic no longer has what leads on from here, and no anchor came within
+                `gap_timeout`.
+            StragglerError: If writers of a group did not publish a step that others have, or somebody did not publish
+                what a step rests on, within `straggler_timeout`.
+            ConflictError: If the topic's history contradicts itself, or two writers hold the same elements.
             TransportError: If the backend fails for good.
         """
         if self._closed:
             raise StopAsyncIteration
         if self._pool is None:
             raise ClosedError(f"open the subscriber of {self.url} first: `async with Subscriber(...) as subscriber:`")
-        try:
-            async with asyncio.timeout(self._idle_timeout), self._handover:
-                await self._handover.wait_for(lambda: self._ready or self._failure or self._closed)
-        except TimeoutError as error:
-            raise WaitTimeoutError(f"{self.url} brought no update within {self._idle_timeout} s") from error
-        # From here on nothing waits: a cancelled call takes nothing away.
-        if not self._ready:
-            if self._failure is not None:
-                raise self._failure
+        staged = await self._handover.take(self._current, limit=self._idle_timeout)
+        if staged is None:
             raise StopAsyncIteration
-        staged = self._ready.popleft()
-        self._taken.set()
-        skipped = self._current.retire() if self._current else None
-        if skipped is not None:
-            staged = skipped.followed_by(staged)
-        self._current = Update(staged, self._holdings)
+        known = (self._holdings, self._bindings, self._verification)
+        self._current = Update(staged, *known, before=self._step, tell=self._note_applied)
+        self._step = self._current.step
         return self._current
+
+    @property
+    def recognised(self) -> VersionVector | None:
+        """The topic's state that `have` turned out to hold; None when it holds none, or nothing was given."""
+        return self._intake.recognised
+
+    @property
+    def seen(self) -> str:
+        """Where the topic's logs stand, as far as they were read and checked; for a later subscriber's `seen`."""
+        return seen_text(self._reader.seen)
 
     async def aclose(self) -> None:
         """Stop following; may be called more than once."""
@@ -160,11 +211,9 @@ class Subscriber:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._tasks:
-            self._stager.forget()
-        async with self._handover:
-            while self._ready:
-                self._ready.popleft().release()
-            self._handover.notify_all()
+            self._intake.forget()
+        await self._handover.close()
+        await self._intake.close()
         await self._transport.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
@@ -197,85 +246,7 @@ class Subscriber:
         try:
             await work()
         except Exception as error:
-            async with self._handover:
-                self._failure = self._failure or error
-                self._handover.notify_all()
+            await self._handover.fail(error)
 
-    async def _follow(self) -> None:
-        async for message in self._reader.follow():
-            self._enter([message])
-            self._news.set()
-
-    def _enter(self, messages: list[Message]) -> None:
-        for writer, start in self._reader.starts.items():
-            self._sequencer.begin(writer, start)
-        for message in messages:
-            self._sequencer.feed(message)
-
-    async def _produce(self) -> None:
-        if self._have is not None:
-            await self._adopt(self._have)
-        while True:
-            self._news.clear()
-            path = self._next_path()
-            if path is None:
-                await self._news.wait()
-                continue
-            await self._hand_over(await self._stager.stage(path))
-
-    async def _adopt(self, have: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]) -> None:
-        """Start from what the reader holds, if that is one of the topic's states."""
-        while not self._sequencer.messages:
-            self._news.clear()
-            await self._news.wait()
-        local = isinstance(have, str | os.PathLike)
-        source = await asyncio.to_thread(load_checkpoint, have) if isinstance(have, str | os.PathLike) else have
-
-        def bind(schema: Schema) -> Target:
-            return Target.bind(source, schema)
-
-        target = await self._stager.adopt(bind, self._sequencer.messages)
-        if target is None:
-            _log.warning("%s: what `have` holds is none of the topic's states; the whole state is fetched", self.url)
-        elif not local and self._stager.state is not None:
-            self._holdings.record(target, self._stager.state)
-        self._have = None
-
-    def _next_path(self) -> tuple[Message, ...] | None:
-        """Return the messages to stage next; None when there is nothing newer."""
-        here = self._stager.state
-        if not self._latest and here is not None:
-            cut = self._sequencer.next_cut(here)
-            try:
-                return None if cut is None else self._path(cut)
-            except RetentionGapError as error:
-                _log.warning("%s: %s Going on from the newest state.", self.url, error)
-        cut = self._sequencer.newest_cut(here)
-        return None if cut is None else self._path(cut)
-
-    def _path(self, cut: Cut) -> tuple[Message, ...]:
-        if len(cut.state) != 1:
-            raise ProtocolError(
-                f"{self.url} is written by {len(cut.state)} writers ({cut.state}); this version follows one writer",
-                topic=self.url,
-            )
-        return plan(self._sequencer.messages, have=self._stager.state, target=cut.state).messages
-
-    async def _hand_over(self, staged: Staged) -> None:
-        while True:
-            waiting = self._ready[-1] if self._latest and self._ready else None
-            # Folding takes long where much has changed, and `waiting` may be taken meanwhile.
-            folds = waiting is not None and staged.base is not None
-            update = await in_thread(waiting.followed_by, staged) if waiting is not None and folds else staged
-            async with self._handover:
-                if waiting is None:
-                    self._ready.append(update)
-                elif self._ready and self._ready[-1] is waiting:
-                    self._ready[-1] = update if folds else waiting.followed_by(staged)
-                else:
-                    continue
-                self._handover.notify_all()
-                break
-        while not self._latest and len(self._ready) >= _AHEAD:
-            self._taken.clear()
-            await self._taken.wait()
+    def _note_applied(self, update: Update) -> None:
+        self._events.tell(applied(update, topic=self.url, behind=self._intake.versions_behind(update.state)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +14,39 @@ from deltabus.bus.errors import CorruptPayloadError, DivergedError, SchemaMismat
 
 from . import dtypes
 from .ahead import in_order
-from .changes import Bits, Changes, SegmentChanges, check_same_schema, diverged, parts_of, validate
+from .changes import Bits, Changes, Differing, SegmentChanges, check_same_schema, diverged, parts_of, validate
 from .digest import digest_delta as delta_of
 from .digest import digest_of
 from .dtypes import DType
+from .held import Held, differing, fits, to_host
+from .on_device import as_tensor
 from .overlap import overlapping, overlaps_itself
+from .patches import Patch, first_mismatch, memory_of, patch_of, places_in, write_all
 from .schema import Piece, Schema, Segment, TensorSpec
-from .state import Source, State, as_integers, bits_of, check_supported, memory_key, named_tensors, settle
+from .slices import Place, TensorSlice, Window, place_of
+from .state import Parts, State, bits_of, check_supported, memory_key, named_parts, run_of, settle
 
-__all__ = ["Staged", "Target"]
+__all__ = ["Difference", "Staged", "Target", "load_all"]
 
 _AHEAD = 8
+_PATIENCE = 10
+"""How often old bits are written back anew when an interrupt comes between."""
+
+
+class Difference(NamedTuple):
+    """Where a tensor of a model differs from a state.
+
+    Attributes:
+        segment: The segment compared.
+        piece: The run of the tensor's elements in it.
+        place: Where in the model: a tensor, the view of a slice, or a window.
+        change: What leads from the model's bits to the state's.
+    """
+
+    segment: Segment
+    piece: Piece
+    place: Place
+    change: SegmentChanges
 
 
 class Target:
@@ -35,22 +57,31 @@ class Target:
 
     Attributes:
         schema: The topic's schema.
+        complete: Whether the model has every element of every entry; one that is sharded otherwise than the topic has
+            only some of them, and takes those.
     """
 
-    def __init__(self, schema: Schema, tensors: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, schema: Schema, tensors: Sequence[Sequence[Tensor | TensorSlice]]) -> None:
         """Use `Target.bind`, which checks what this takes for granted."""
         self.schema = schema
-        self._tensors = tensors
-        self._state = State(schema, tuple(copies[0] for copies in tensors))
+        self._owners = [[_tensor_of(part) for part in copies] for copies in tensors]
+        self._places: list[list[Place]] = [
+            [place for part in copies if (place := place_of(part, spec)) is not None]
+            for spec, copies in zip(schema.tensors, tensors, strict=True)
+        ]
+        first = [next((place for place in places if isinstance(place, Tensor)), None) for places in self._places]
+        self._state = State(schema, tuple(tensor for tensor in first if tensor is not None))
+        self.complete = len(self._state.tensors) == len(schema.tensors)
         self._torn = ""
 
     @classmethod
-    def bind(cls, source: Source, schema: Schema) -> Target:
+    def bind(cls, source: Parts, schema: Schema) -> Target:
         """Return the target for the tensors of a module, or of a mapping from name to tensor.
 
         Each tensor of the schema must be there under its name or an alias, without the parts that wrappers add, with
-        its shape and dtype. Where several of these names are tensors of their own, all of them are written. Other
-        tensors are left alone.
+        its shape and dtype; where the schema has a slice, the whole tensor. Where several of these names are tensors of
+        their own, all of them are written. Other tensors are left alone. Of distributed tensors, and of slices, what
+        they have is written.
 
         Raises:
             SchemaMismatchError: If tensors are missing or have another shape or dtype, share memory with each other, or
@@ -58,16 +89,47 @@ class Target:
             UnsupportedTensorError: If a tensor is of a kind that cannot be written, or a value is no tensor.
             UsageError: If the source is neither a module nor a mapping of names.
         """
-        found = named_tensors(source)
-        bound: list[list[Tensor]] = []
+        return cls.bind_all(source, [schema])[0]
+
+    @classmethod
+    def bind_all(cls, source: Parts, schemas: Sequence[Schema]) -> list[Target]:
+        """Return the targets for the schemas of several writers, which may own slices of one tensor.
+
+        Raises:
+            As `bind` does.
+        """
+        found = named_parts(source, every_replica=True)
+        targets = [cls._bound(found, schema) for schema in schemas]
+        # Each of the model's tensors once, and not once for each writer that has a slice of it.
+        owners = {
+            (spec.name, id(owner)): owner
+            for target in targets
+            for spec, owned in zip(target.schema.tensors, target._owners, strict=True)
+            for owner in owned
+        }
+        names = [name for name, _ in owners]
+        # Of several writers, one that comes later may overwrite another's elements, but only of the same tensor.
+        shared = overlapping(list(owners.values()), names)
+        if shared is not None:
+            first, second = (names[i] for i in shared)
+            raise SchemaMismatchError(
+                f"{first!r} and {second!r} share memory in the model, but are two tensors in the topic; untie them",
+                tensor=first,
+            )
+        return targets
+
+    @classmethod
+    def _bound(cls, found: Mapping[str, Tensor | TensorSlice], schema: Schema) -> Target:
+        bound: list[list[Tensor | TensorSlice]] = []
         missing, misfits = [], []
         for spec in schema.tensors:
-            copies: dict[tuple[object, ...], Tensor] = {}
+            copies: dict[tuple[object, ...], Tensor | TensorSlice] = {}
             for name in (spec.name, *spec.aliases):
                 if name in found:
-                    check_supported(name, found[name])
+                    tensor = _tensor_of(found[name])
+                    check_supported(name, tensor)
                     misfits += _misfit(name, found[name], spec)
-                    copies.setdefault(memory_key(found[name]), found[name])
+                    copies.setdefault(memory_key(tensor), found[name])
             if not copies:
                 missing.append(f"{spec.name!r}")
             bound.append(list(copies.values()))
@@ -79,27 +141,33 @@ class Target:
         if problems:
             total = len(schema.tensors)
             raise SchemaMismatchError(f"the model does not fit the topic's {total} tensors: {'; '.join(problems)}")
-        flat = [(spec.name, tensor) for spec, copies in zip(schema.tensors, bound, strict=True) for tensor in copies]
-        shared = overlapping([tensor for _, tensor in flat])
-        if shared is not None:
-            first, second = (flat[i][0] for i in shared)
-            raise SchemaMismatchError(
-                f"{first!r} and {second!r} share memory in the model, but are two tensors in the topic; untie them",
-                tensor=first,
-            )
         return cls(schema, bound)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are written to, in the schema's order; by their identity the model can be recognised."""
-        return tuple(tensor for copies in self._tensors for tensor in copies)
+        """The model's tensors that are written to, in the schema's order; by their identity it can be recognised."""
+        return tuple(tensor for copies in self._owners for tensor in copies)
 
-    def read(self, index: int) -> Bits:
-        """Return the bits of a segment that the model holds; maybe its own memory, not to be written to."""
-        return self._state.read(index)
+    @property
+    def copies(self) -> Sequence[Sequence[Tensor]]:
+        """For each entry of the schema, the model's tensors: more than one where the model has copies."""
+        return self._owners
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What is written of each of the tensors: all of it, or a view of a slice."""
+        return [_memory(place) for places in self._places for place in places]
+
+    def read(self, index: int) -> Held:
+        """Return the bits of a segment that the model holds, where they lie.
+
+        Maybe the model's own memory, not to be written to.
+        """
+        device = self._state.device(index)
+        return self._state.read(index) if device.type == "cpu" else self._state.read_on(device, index)
 
     def digest(self, pool: Executor | None = None) -> int:
-        """Return the digest of the bits that the model holds.
+        """Return the digest of the bits that the model holds; only when it is complete.
 
         Raises:
             DivergedError: If a tensor that the model holds several times is not the same everywhere.
@@ -109,6 +177,26 @@ class Target:
             for piece in segment.pieces:
                 self._check_copies(piece, segment.dtype)
         return digest_of(self.schema, self.read, pool=pool)
+
+    def differences(self, read: Callable[[int], Held]) -> Iterator[Difference]:
+        """Compare the model with a state, and yield what leads to it: of each tensor, and each copy, run by run.
+
+        Args:
+            read: Returns the state's bits of a segment.
+
+        Raises:
+            BaseException: What `read` raises.
+        """
+        settle(self.tensors)
+        for segment in self.schema.segments:
+            bits = read(segment.index)
+            for piece in segment.pieces:
+                wanted = bits[piece.offset : piece.offset + piece.stop - piece.start]
+                for place in self._places[piece.tensor]:
+                    found = _differing(place, segment.dtype, piece, wanted)
+                    if found.positions.size:
+                        positions = found.positions + np.uint32(piece.offset)
+                        yield Difference(segment, piece, place, SegmentChanges(positions, found.old, found.new))
 
     def stage(self, changes: Changes, *, digest_delta: int | None = None) -> Staged:
         """Move changes to where the tensors are, so that what is left to do is the short write.
@@ -127,13 +215,13 @@ class Target:
             raise CorruptPayloadError(
                 "the changes do not lead to the digest that their message names; fetch them again"
             )
-        patches: list[_Patch] = []
+        patches: list[Patch] = []
         for index, change in changes.segments.items():
             segment = self.schema.segments[index]
             for piece, part in parts_of(segment, change):
-                for tensor in self._tensors[piece.tensor]:
-                    patches.append(_patch(tensor, segment, piece, change, part))
-        return Staged(self, patches)
+                for place in self._places[piece.tensor]:
+                    patches.append(patch_of(place, segment, piece, change, part))
+        return Staged([(self, patches)])
 
     def apply(self, changes: Changes, *, digest_delta: int | None = None) -> None:
         """Write changes, all or nothing: `stage`, then `Staged.write`.
@@ -145,7 +233,7 @@ class Target:
         """
         self.stage(changes, digest_delta=digest_delta).write()
 
-    def load(self, read: Callable[[int], Bits], *, pool: Executor | None = None) -> None:
+    def load(self, read: Callable[[int], Held], *, pool: Executor | None = None) -> None:
         """Write a whole state, given by a function from segment index to that segment's bits.
 
         The old bits are not kept, since that would take a copy of the model. So when this fails or is interrupted after
@@ -161,14 +249,14 @@ class Target:
 
         def loaded(segment: Segment) -> None:
             bits = read(segment.index)
-            if bits.dtype != segment.dtype.bits or bits.shape != (segment.size,):
-                expected = f"{segment.size} elements of {segment.dtype.bits}"
-                raise CorruptPayloadError(f"segment {segment.index} has {expected}, not {bits.shape} of {bits.dtype}")
-            values = _values(bits)
+            if not fits(segment, bits):
+                expected, found = f"{segment.size} elements of {segment.dtype.bits}", f"{tuple(bits.shape)}"
+                raise CorruptPayloadError(f"segment {segment.index} has {expected}, not {found} of {bits.dtype}")
+            values = bits if isinstance(bits, Tensor) else as_tensor(bits, torch.device("cpu"))
             self._torn = self._torn or "loading a state stopped midway"
             for piece in segment.pieces:
-                for tensor in self._tensors[piece.tensor]:
-                    _overwrite(tensor, piece, values[piece.offset : piece.offset + piece.stop - piece.start])
+                for place in self._places[piece.tensor]:
+                    _overwrite(place, piece, values[piece.offset : piece.offset + piece.stop - piece.start])
 
         before, self._torn = self._torn, ""
         try:
@@ -185,7 +273,7 @@ class Target:
         return DivergedError(f"the model holds a mixture of two states, because {self._torn}; load an anchor into it")
 
     def _check_copies(self, piece: Piece, dtype: DType) -> None:
-        first, *others = self._tensors[piece.tensor]
+        first, *others = [place for place in self._places[piece.tensor] if isinstance(place, Tensor)]
         for other in others:
             one, two = (bits_of(tensor, dtype, piece.start, piece.stop) for tensor in (first, other))
             if not np.array_equal(one, two):
@@ -194,126 +282,157 @@ class Target:
                 raise DivergedError(text, tensor=name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    """Changes of one tensor in one segment, on the tensor's device."""
-
-    segment: int
-    positions: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    tensor: Tensor
-    places: Tensor
-    old: Tensor
-    new: Tensor
-
-    def held(self) -> Tensor:
-        """Return what the touched elements hold now."""
-        # `take` goes through any layout, but is three times slower on a flat tensor.
-        return self.tensor.index_select(0, self.places) if self.tensor.dim() == 1 else self.tensor.take(self.places)
-
-
 class Staged:
-    """Changes that lie ready beside the tensors that they go into."""
+    """Changes that lie ready beside the tensors that they go into.
 
-    def __init__(self, target: Target, patches: list[_Patch]) -> None:
-        self._target = target
-        self._patches = patches
+    Attributes:
+        written: Whether the model holds the new bits, all of them, because `write` put them there.
+    """
 
-    def write(self) -> None:
+    def __init__(self, parts: Sequence[tuple[Target, Sequence[Patch]]]) -> None:
+        """Use `Target.stage`, `joined` and `stage_differences`."""
+        self._parts = parts
+        self.written = False
+
+    @classmethod
+    def joined(cls, staged: Iterable[Staged]) -> Staged:
+        """Return one that writes what these do, all of it or nothing."""
+        return cls([part for each in staged for part in each._parts])
+
+    def write(self, *, checked: bool = False) -> None:
         """Check that every touched element holds its old bits, then write the new ones: all or nothing.
 
         When writing fails or is interrupted, the old bits are written back before the error goes on. A second call
         raises, since the elements then hold the new bits.
 
+        Args:
+            checked: Whether `check` was called just before, and need not be again.
+
         Raises:
             DivergedError: If an element holds other bits; nothing was changed. Or if the model holds a mixture, because
                 a `load` failed midway, or old bits could not be written back.
         """
-        if self._target._torn:
-            raise self._target._mixture()
-        # Inference mode, because tensors that were made in it can be written to in no other.
-        self.check()
-        with torch.inference_mode():
-            try:
-                for patch in self._patches:
-                    patch.tensor.put_(patch.places, patch.new)
-                self._finish()
-            except BaseException:
-                self._restore()
-                raise
+        for target, _ in self._parts:
+            if target._torn:
+                raise target._mixture()
+        if not checked:
+            self.check()
+        try:
+            write_all(self._patches)
+            # Within, so that an interrupt finds either this or the old bits, wherever it strikes.
+            self.written = True
+        except BaseException:
+            self.take_back()
+            raise
 
-    @torch.inference_mode()
+    def take_back(self) -> None:
+        """Write the old bits back, whichever elements hold the new ones.
+
+        An interrupt does not end it: it is begun again, and the interrupt goes on afterwards.
+
+        Raises:
+            DivergedError: If that failed: the model holds a mixture; the reason is chained.
+            BaseException: What interrupted it.
+        """
+        self.written = False
+        interrupt: BaseException | None = None
+        for _ in range(_PATIENCE):
+            try:
+                write_all(self._patches, back=True)
+            except Exception as error:
+                raise self._mixed(error) from error
+            except BaseException as error:
+                interrupt = error
+            else:
+                break
+        else:
+            assert interrupt is not None
+            raise self._mixed(interrupt) from interrupt
+        if interrupt is not None:
+            raise interrupt
+
     def check(self) -> None:
         """Check that every touched element holds its old bits, and write nothing.
 
         Raises:
             DivergedError: If an element holds other bits; the error names the tensor.
         """
-        by_device: dict[torch.device, list[_Patch]] = {}
-        for patch in self._patches:
-            by_device.setdefault(patch.tensor.device, []).append(patch)
-        for patches in by_device.values():
-            wrong = torch.stack([(patch.held() != patch.old).any() for patch in patches])
-            # One wait for all answers, and not one for each.
-            for patch in (patch for patch, failed in zip(patches, wrong.tolist(), strict=True) if failed):
-                held = patch.held().cpu()
-                first = int((held != patch.old.cpu()).nonzero()[0])
-                mask = (1 << 8 * held.element_size()) - 1
-                raise diverged(
-                    self._target.schema,
-                    patch.segment,
-                    int(patch.positions[first]),
-                    held=int(held[first]) & mask,
-                    expected=int(patch.old[first]) & mask,
-                )
+        for target, patches in self._parts:
+            wrong = first_mismatch(patches)
+            if wrong is not None:
+                raise diverged(target.schema, wrong.segment, wrong.position, held=wrong.held, expected=wrong.expected)
 
-    def _finish(self) -> None:
-        """Wait until what was queued is done: a copy to the host comes after it."""
-        for patch in {patch.tensor.device: patch for patch in self._patches}.values():
-            patch.new[:1].cpu()
+    @property
+    def _patches(self) -> list[Patch]:
+        return [patch for _, patches in self._parts for patch in patches]
 
-    def _restore(self) -> None:
+    def _mixed(self, error: BaseException) -> DivergedError:
+        for target, _ in self._parts:
+            target._torn = f"writing changes failed and taking them back failed too ({error!r})"
+        return self._parts[0][0]._mixture()
+
+
+def load_all(states: Sequence[tuple[Target, Callable[[int], Held]]], *, pool: Executor | None = None) -> None:
+    """Write the whole states of several targets of one model, in order; as `Target.load` does each.
+
+    Raises:
+        CorruptPayloadError: If the first segment that arrives has a wrong size or type; nothing was changed.
+        DivergedError: If it failed midway; the reason is chained, and all of these targets refuse changes until each
+            was loaded.
+        BaseException: What reading the first segment raised; nothing was changed.
+    """
+    for place, (target, read) in enumerate(states):
         try:
-            for patch in self._patches:
-                patch.tensor.put_(patch.places, patch.old)
-            self._finish()
+            target.load(read, pool=pool)
         except BaseException as error:
-            self._target._torn = f"writing changes failed and taking them back failed too ({error!r})"
-            raise self._target._mixture() from error
+            if place == 0 and not target._torn:
+                raise
+            for other, _ in states:
+                other._torn = other._torn or "loading a state stopped midway"
+            raise target._mixture() from error
 
 
-def _misfit(name: str, tensor: Tensor, spec: TensorSpec) -> list[str]:
+def _tensor_of(part: Tensor | TensorSlice) -> Tensor:
+    return part.tensor if isinstance(part, TensorSlice) else part
+
+
+def _memory(place: Place) -> Tensor:
+    return place.view if isinstance(place, Window) else place
+
+
+def _misfit(name: str, part: Tensor | TensorSlice, spec: TensorSpec) -> list[str]:
+    tensor = _tensor_of(part)
     dtype = dtypes.of_torch(tensor.dtype, name).name
-    if tuple(tensor.shape) != spec.shape or dtype != spec.dtype:
-        return [f"{name!r} is {dtype} {tuple(tensor.shape)}, the topic has {spec.dtype} {spec.shape}"]
+    whole = part.whole if isinstance(part, TensorSlice) else tuple(part.shape)
+    if whole != spec.whole or dtype != spec.dtype:
+        return [f"{name!r} is {dtype} {whole}, the topic has {spec.dtype} {spec.whole}"]
     if overlaps_itself(tensor):
         return [f"{name!r} has elements that share memory (expanded); use `contiguous()`"]
     return []
 
 
-def _patch(tensor: Tensor, segment: Segment, piece: Piece, change: SegmentChanges, part: slice) -> _Patch:
-    positions = change.positions[part]
-    places = torch.from_numpy(positions.astype(np.int64) + (piece.start - piece.offset))
-    old, new = _values(change.old[part]), _values(change.new[part])
-    # The view is made outside of inference mode, so that writing to it tells autograd that the tensor has changed.
-    device, memory = tensor.device, as_integers(tensor)
-    memory = memory.view(-1) if memory.is_contiguous() else memory
-    return _Patch(segment.index, positions, memory, places.to(device), old.to(device), new.to(device))
+def _differing(place: Place, dtype: DType, piece: Piece, wanted: Held) -> Differing:
+    """Return where a place differs from the bits of a piece, by position in the piece."""
+    if not isinstance(place, Window):
+        run = bits_of if place.device.type == "cpu" else run_of
+        return differing(run(place, dtype, piece.start, piece.stop), wanted)
+    inside, numbers = place.locate(np.arange(piece.start, piece.stop, dtype=np.int64))
+    held: Bits = memory_of(place.view).index_select(0, places_in(place.view, numbers)).cpu().numpy().view(dtype.bits)
+    found = differing(held, to_host(wanted)[inside])
+    return found._replace(positions=np.flatnonzero(inside)[found.positions].astype(np.uint32))
 
 
-def _values(bits: Bits) -> Tensor:
-    """Return bits as a tensor of the integers that `as_integers` gives; torch shares writable memory only."""
-    writable = np.require(bits, requirements=["C", "W"])
-    return torch.from_numpy(writable.view(f"<i{bits.itemsize}") if bits.itemsize > 1 else writable)
-
-
-def _overwrite(tensor: Tensor, piece: Piece, values: Tensor) -> None:
-    # The view is made outside of inference mode, so that writing to it tells autograd that the tensor has changed.
-    memory = as_integers(tensor)
-    if memory.is_contiguous():
-        run = memory.view(-1)[piece.start : piece.stop]
-        with torch.inference_mode():
-            run.copy_(values)
-    else:
-        places = torch.arange(piece.start, piece.stop, device=tensor.device)
-        with torch.inference_mode():
-            memory.put_(places, values.to(tensor.device))
+def _overwrite(place: Place, piece: Piece, values: Tensor) -> None:
+    tensor = _memory(place)
+    memory = memory_of(tensor)
+    with torch.inference_mode():
+        if isinstance(place, Window):
+            inside, numbers = place.locate(np.arange(piece.start, piece.stop, dtype=np.int64))
+            chosen = values[torch.from_numpy(inside).to(values.device)]
+            memory.index_copy_(0, places_in(tensor, numbers), chosen.to(tensor.device))
+        elif tensor.is_contiguous():
+            memory[piece.start : piece.stop].copy_(values)
+        else:
+            elements = torch.arange(piece.start, piece.stop, device=tensor.device)
+            memory.index_copy_(0, places_in(tensor, elements), values.to(tensor.device))
+    settle((memory, values))  # the values may be given back now, and be another stream's

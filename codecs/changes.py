@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +15,26 @@ from deltabus.bus.errors import CorruptPayloadError, DivergedError, SchemaMismat
 
 from .ahead import in_order
 from .kernels import compare
+from .kernels.words import LANES_BYTES
 from .schema import Piece, Schema, Segment, TensorSpec
 
 __all__ = [
     "Bits",
     "Changes",
+    "Differing",
     "SegmentChanges",
     "changes_between",
     "changes_in_segment",
     "check_same_schema",
     "collected",
     "compose",
+    "compose_in_segment",
     "diverged",
     "find_differing",
     "locate",
     "parts_of",
     "reverse",
+    "reversed_in_segment",
     "validate",
 ]
 
@@ -151,10 +156,12 @@ def validate(changes: Changes) -> None:
 
 def reverse(changes: Changes) -> Changes:
     """Return the changes that lead back."""
-    return Changes(
-        changes.schema,
-        {i: SegmentChanges(change.positions, change.new, change.old) for i, change in changes.segments.items()},
-    )
+    return Changes(changes.schema, {index: reversed_in_segment(each) for index, each in changes.segments.items()})
+
+
+def reversed_in_segment(change: SegmentChanges) -> SegmentChanges:
+    """Return the changes of one segment that lead back."""
+    return SegmentChanges(change.positions, change.new, change.old)
 
 
 def compose(first: Changes, second: Changes) -> Changes:
@@ -169,53 +176,75 @@ def compose(first: Changes, second: Changes) -> Changes:
     check_same_schema(first.schema, second.schema)
     segments: dict[int, SegmentChanges] = {}
     for index in sorted({*first.segments, *second.segments}):
-        a, b = first.segments.get(index), second.segments.get(index)
-        if a is None or b is None:
-            segments[index] = a or b  # type: ignore[assignment]  # one of the two is there
-            continue
-        room = a.positions.size + b.positions.size
-        positions, old, new = np.empty(room, np.uint32), np.empty(room, a.old.dtype), np.empty(room, a.old.dtype)
-        count, conflict = compare.merge(a.positions, a.old, a.new, b.positions, b.old, b.new, positions, old, new)
-        if conflict >= 0:
-            position = b.positions[conflict]
-            held = a.new[np.searchsorted(a.positions, position)]
-            raise diverged(first.schema, index, int(position), held=int(held), expected=int(b.old[conflict]))
-        if count:
-            segments[index] = SegmentChanges(positions[:count].copy(), old[:count].copy(), new[:count].copy())
+        composed = compose_in_segment(first.schema, index, first.segments.get(index), second.segments.get(index))
+        if composed is not None:
+            segments[index] = composed
     return Changes(first.schema, segments)
 
 
-def find_differing(old: Bits, new: Bits) -> npt.NDArray[np.uint32]:
-    """Return the positions at which two contiguous arrays of equal length and type differ, in increasing order.
+def compose_in_segment(
+    schema: Schema, index: int, first: SegmentChanges | None, second: SegmentChanges | None
+) -> SegmentChanges | None:
+    """Return what one segment's changes amount to, one after the other; None is no change.
+
+    Raises:
+        DivergedError: If `second` does not start from the bits that `first` leaves at an element that both change.
+    """
+    if first is None or second is None:
+        return first or second
+    room = first.positions.size + second.positions.size
+    positions, old, new = np.empty(room, np.uint32), np.empty(room, first.old.dtype), np.empty(room, first.old.dtype)
+    count, conflict = compare.merge(
+        first.positions, first.old, first.new, second.positions, second.old, second.new, positions, old, new
+    )
+    if conflict >= 0:
+        position = second.positions[conflict]
+        held = first.new[np.searchsorted(first.positions, position)]
+        raise diverged(schema, index, int(position), held=int(held), expected=int(second.old[conflict]))
+    return SegmentChanges(positions[:count].copy(), old[:count].copy(), new[:count].copy()) if count else None
+
+
+class Differing(NamedTuple):
+    """Where two arrays differ.
+
+    Attributes:
+        positions: In increasing order; uint32.
+        old: The first array's elements there.
+        new: The second's.
+    """
+
+    positions: npt.NDArray[np.uint32]
+    old: Bits
+    new: Bits
+
+
+def find_differing(old: Bits, new: Bits) -> Differing:
+    """Return where two contiguous arrays of equal length and type differ, and what they hold there.
 
     Takes memory in proportion to the differences.
     """
-    width = old.itemsize
-    before, after = (array.__array_interface__["data"][0] for array in (old, new))
-    head = -before % 8 // width
-    words = (old.size - head) * width // 8
-    if words < 8 or (before - after) % 8 or before % width:
-        return np.flatnonzero(old != new).astype(np.uint32)
-    tail = head + words * 8 // width
-    positions, filled, at = np.empty(compare.CHUNK * 8 + old.size // 64 + 1, np.uint32), 0, head
-    while at < tail:
-        before_left, after_left = old[at:tail], new[at:tail]
-        compared, filled = compare.find_differing(
-            before_left, after_left, before_left.view(np.uint64), after_left.view(np.uint64), at, positions, filled
-        )
-        at += compared * 8 // width
-        if at < tail:
-            positions = np.concatenate((positions, np.empty_like(positions)))
-    edges = np.flatnonzero(old[:head] != new[:head]), np.flatnonzero(old[tail:] != new[tail:])
-    return np.concatenate(
-        (edges[0].astype(np.uint32), positions[:filled], edges[1].astype(np.uint32) + np.uint32(tail))
-    )
+    filled = at = 0
+    found = _room(old, compare.CHUNK * LANES_BYTES // old.itemsize + old.size // 64)
+    if old.flags.aligned and new.flags.aligned:
+        work = compare.room()
+        while True:
+            at, filled = compare.find_differing(old, new, at, work, *found, filled)
+            if old.size - at < LANES_BYTES // old.itemsize:
+                break
+            found = Differing(*(np.concatenate(pair) for pair in zip(found, _room(old, found.old.size), strict=True)))
+    rest = np.flatnonzero(old[at:] != new[at:]).astype(np.uint32) + np.uint32(at)
+    last = (rest, old.take(rest), new.take(rest))
+    return Differing(*(np.concatenate((some[:filled], others)) for some, others in zip(found, last, strict=True)))
+
+
+def _room(like: Bits, count: int) -> Differing:
+    return Differing(np.empty(count, np.uint32), np.empty(count, like.dtype), np.empty(count, like.dtype))
 
 
 def changes_in_segment(old: Bits, new: Bits) -> SegmentChanges | None:
     """Return what differs between two states of a segment; None when nothing does."""
-    positions = find_differing(old, new)
-    return SegmentChanges(positions, old.take(positions), new.take(positions)) if positions.size else None
+    found = find_differing(old, new)
+    return SegmentChanges(*found) if found.positions.size else None
 
 
 def collected(

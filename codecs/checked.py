@@ -6,7 +6,8 @@ import numpy as np
 
 from deltabus.bus.errors import SchemaMismatchError, UsageError
 
-from .changes import Bits, SegmentChanges
+from .changes import SegmentChanges
+from .held import Held, fits
 from .schema import Segment
 
 __all__ = ["check_base", "check_changes"]
@@ -32,14 +33,14 @@ def check_changes(segment: Segment, changes: SegmentChanges) -> None:
         raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
 
 
-def check_base(segment: Segment, base: Bits) -> None:
+def check_base(segment: Segment, base: Held) -> None:
     """Check that bits can be those of a whole segment.
 
     Raises:
         SchemaMismatchError: If they are not of its size and dtype.
     """
-    if base.shape != (segment.size,) or base.dtype != segment.dtype.bits:
+    if not fits(segment, base):
         raise SchemaMismatchError(
-            f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not {base.shape} of "
-            f"{base.dtype}; the state read is not of this schema"
+            f"segment {segment.index} has {segment.size} elements of {segment.dtype.bits}, not "
+            f"{tuple(base.shape)} of {base.dtype}; the state read is not of this schema"
         )

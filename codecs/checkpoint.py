@@ -1,7 +1,8 @@
 """Checkpoints on disk, in the way of Hugging Face: safetensors files, and an index where there are several.
 
-A tensor that a model holds under several names is stored once. The file's metadata then has an entry from each other
-name to the stored one, as `safetensors.torch.save_model` writes it.
+A tensor that a model holds under several names is stored once, under the name that transformers gives it: engines read
+the head of a tied model from its embedding, and pass a head in the file over. The file's metadata has an entry from
+each other name to the stored one, as `safetensors.torch.save_model` writes it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,9 +23,9 @@ from deltabus.bus.errors import CorruptPayloadError, SchemaMismatchError, UsageE
 
 from . import dtypes
 from .changes import Bits
-from .schema import Schema, TensorSpec
+from .schema import Schema, Segment, TensorSpec
 
-__all__ = ["INDEX_NAME", "SHARD_BYTES", "load_checkpoint", "save_checkpoint"]
+__all__ = ["INDEX_NAME", "SHARD_BYTES", "Earlier", "load_checkpoint", "save_checkpoint"]
 
 INDEX_NAME = "model.safetensors.index.json"
 """The file that says which shard holds which tensor."""
@@ -95,6 +96,19 @@ def _files(source: _PathLike | Iterable[_PathLike]) -> list[Path]:
     return [path / shard for shard in shards]
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A checkpoint whose files are never written to again, and may be linked.
+
+    Attributes:
+        directory: Where it lies.
+        changed: The tensors whose bits differ from it now, by all of their names.
+    """
+
+    directory: Path
+    changed: Collection[str]
+
+
 @dataclass(slots=True)
 class _Shard:
     """One file to be: its header, and how many bytes of tensors it will hold."""
@@ -104,8 +118,9 @@ class _Shard:
 
     def add(self, spec: TensorSpec) -> None:
         stop = self.nbytes + _nbytes(spec)
-        self.header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (self.nbytes, stop)}
-        self.header["__metadata__"].update(dict.fromkeys(spec.aliases, spec.name))
+        stored, *others = _names(spec)
+        self.header[stored] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (self.nbytes, stop)}
+        self.header["__metadata__"].update(dict.fromkeys(others, stored))
         self.nbytes = stop
 
     def head(self) -> bytes:
@@ -114,13 +129,46 @@ class _Shard:
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
+    def link(self, path: Path, source: Path, changed: Collection[str]) -> bool:
+        """Make a path a link to an earlier file that holds the same, if it does; return whether it does."""
+        head = self.head()
+        if not self.header.keys().isdisjoint(changed):
+            return False
+        try:
+            with source.open("rb") as file:
+                same = file.read(len(head)) == head and source.stat().st_size == len(head) + self.nbytes
+            if same:
+                path.hardlink_to(source)
+        except OSError:
+            return False  # it is gone, or the file system has no links
+        return same
+
+
+def _names(spec: TensorSpec) -> list[str]:
+    """Return all names of a tensor, first the one under which it is stored."""
+
+    def preference(name: str) -> tuple[int, str]:
+        parts = name.split(".")
+        if "shared" in parts:
+            return 0, name
+        embeds = any(part == "wte" or ("embed" in part and not part.endswith("_out")) for part in parts)
+        return 1 if embeds else 2, name
+
+    return sorted((spec.name, *spec.aliases), key=preference)
+
 
 def _nbytes(spec: TensorSpec) -> int:
     return spec.size * dtypes.by_name(spec.dtype).size
 
 
 def save_checkpoint(
-    directory: _PathLike, schema: Schema, read: Callable[[int], Bits], *, shard_bytes: int = SHARD_BYTES
+    directory: _PathLike,
+    schema: Schema,
+    read: Callable[[int], Bits],
+    *,
+    stem: str = "model",
+    shard_bytes: int = SHARD_BYTES,
+    earlier: Earlier | None = None,
 ) -> list[Path]:
     """Write a state as a checkpoint, and return its files, the index included.
 
@@ -131,7 +179,9 @@ def save_checkpoint(
         directory: Where; made if it is not there.
         schema: The state's schema.
         read: Returns the bits of a segment.
+        stem: What the names of files begin with.
         shard_bytes: The size from which on the checkpoint is split.
+        earlier: A checkpoint with the same names of files. Those of which nothing changed are linked, not written.
 
     Raises:
         UsageError: If the directory holds a checkpoint already, `shard_bytes` is not positive, or a tensor is called
@@ -140,7 +190,7 @@ def save_checkpoint(
     """
     if shard_bytes < 1:
         raise UsageError(f"a shard of {shard_bytes} bytes holds nothing; the usual size is {SHARD_BYTES}")
-    if any(spec.name == "__metadata__" for spec in schema.tensors):
+    if any(_names(spec)[0] == "__metadata__" for spec in schema.tensors):
         raise UsageError("a safetensors file cannot hold a tensor called `__metadata__`; rename it")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -156,26 +206,29 @@ def save_checkpoint(
     shards, shard_of = _shards(sorted(schema.tensors, key=lambda spec: kinds.index(spec.dtype)), shard_bytes)
     count = len(shards)
     names = (
-        ["model.safetensors"] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        [f"{stem}.safetensors"]
+        if count == 1
+        else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     )
-    hidden = [directory / f".{name}.{os.getpid()}.part" for name in (*names, INDEX_NAME)]
+    index_name = f"{stem}.safetensors.index.json"
+    hidden = [directory / f".{name}.{os.getpid()}.part" for name in (*names, index_name)]
     try:
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(path.open("wb")) for path in hidden[:count]]
-            for file, shard in zip(files, shards, strict=True):
-                file.write(shard.head())
+            files: dict[int, BinaryIO] = {}
+            for i, (path, shard) in enumerate(zip(hidden, shards, strict=False)):
+                if earlier is None or not shard.link(path, earlier.directory / names[i], earlier.changed):
+                    files[i] = stack.enter_context(path.open("wb"))
+                    files[i].write(shard.head())
             for segment in segments:
-                bits = read(segment.index)
-                for piece in segment.pieces:
-                    run = np.ascontiguousarray(bits[piece.offset : piece.offset + piece.stop - piece.start])
-                    files[shard_of[schema.tensors[piece.tensor].name]].write(run.view(np.uint8).data)
+                places = [shard_of[schema.tensors[piece.tensor].name] for piece in segment.pieces]
+                _write_segment(segment, read, [files.get(place) for place in places])
             if count > 1:
-                weight_map = {name: names[shard] for name, shard in sorted(shard_of.items())}
-                index = {"metadata": {"total_size": schema.nbytes}, "weight_map": weight_map}
-                files.append(stack.enter_context(hidden[count].open("wb")))
+                stored = {_names(spec)[0]: names[shard_of[spec.name]] for spec in schema.tensors}
+                index = {"metadata": {"total_size": schema.nbytes}, "weight_map": dict(sorted(stored.items()))}
+                files[count] = stack.enter_context(hidden[count].open("wb"))
                 files[count].write(json.dumps(index, indent=2).encode())
-                names.append(INDEX_NAME)
-            for file in files:
+                names.append(index_name)
+            for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
         for path, name in zip(hidden, names, strict=False):
@@ -189,6 +242,17 @@ def save_checkpoint(
     finally:
         os.close(handle)
     return [directory / name for name in names]
+
+
+def _write_segment(segment: Segment, read: Callable[[int], Bits], files: Sequence[BinaryIO | None]) -> None:
+    """Write each piece of a segment into its file; those without one are there already."""
+    if not any(files):
+        return
+    bits = read(segment.index)
+    for piece, file in zip(segment.pieces, files, strict=True):
+        if file is not None:
+            run = np.ascontiguousarray(bits[piece.offset : piece.offset + piece.stop - piece.start])
+            file.write(run.view(np.uint8).data)
 
 
 def _shards(specs: list[TensorSpec], shard_bytes: int) -> tuple[list[_Shard], dict[str, int]]:

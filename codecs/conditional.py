@@ -13,8 +13,6 @@ binary arithmetic coder (Witten, Neal and Cleary 1987), for which no bit is too 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -23,9 +21,10 @@ from deltabus.bus.errors import UsageError
 from .changes import Bits, SegmentChanges
 from .checked import check_base, check_changes
 from .cursor import Cursor
-from .dtypes import DType, Order
+from .held import Held, sampled, take
 from .kernels import adaptive, classes
 from .planes import thin_out
+from .ranks import Classes, places_of, ranks_of
 from .rice import MAX_SIZE
 from .schema import Segment
 from .steps import Steps, advance, steps_between
@@ -34,7 +33,6 @@ __all__ = ["Conditional"]
 
 _LENGTH_BYTES = 4
 _LEAST_ROOM = 8192
-_MOST_CLASS_BITS = 8
 
 _CHANGES_IN_STRETCH = 1024
 _MOST_STRETCHES = 16
@@ -53,7 +51,7 @@ class Conditional:
     name = "conditional"
     needs_base = True
 
-    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> int:
         """Return about how many bytes `encode` would return, in time that grows with the changes alone.
 
         The entropy of changed or not in each class, the bit length of magnitudes in each class, and what is left.
@@ -62,7 +60,7 @@ class Conditional:
             UsageError: If `base` is missing.
         """
         base = _given(segment, base)
-        classed, count = _Classes.of(segment.dtype), changes.positions.size
+        classed, count = Classes.of(segment.dtype), changes.positions.size
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
 
         def counted(places: npt.NDArray[np.integer], bits: Bits) -> npt.NDArray[np.int64]:
@@ -73,7 +71,7 @@ class Conditional:
             return cells.reshape(stretches, classes.CLASSES)
 
         places, old, new = (thin_out(each) for each in (changes.positions, changes.old, changes.new))
-        sample = thin_out(base)
+        sample = sampled(base)
         changed = counted(places, old) * (count / old.size)
         held = counted(np.arange(sample.size) * (segment.size // sample.size), sample) * (segment.size / sample.size)
         bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
@@ -83,7 +81,7 @@ class Conditional:
         bits = _REDUNDANCY * (bits + magnitudes * (count / old.size)) + count
         return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.sum(axis=0)))
 
-    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         """Return the changes' bytes.
 
         Args:
@@ -98,20 +96,11 @@ class Conditional:
         check_changes(segment, changes)
         base = _given(segment, base)
         check_base(segment, base)
-        classed, count = _Classes.of(segment.dtype), changes.positions.size
-        counts = np.zeros(classed.number, np.int64)
-        order, gaps = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        positions, old = (np.ascontiguousarray(each) for each in (changes.positions, changes.old))
-        wrong = classes.count_between(base, positions, old, classed.shift, classed.mask, counts, order, gaps, _tables())
-        if wrong >= 0:
-            raise UsageError(
-                f"the base of segment {segment.index} holds other bits at element {positions[wrong]} than its change "
-                "starts from; pass the bits as they were before"
-            )
+        counts, order, gaps = ranks_of(segment, base, changes)
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
         # One width for all types, because the loops take seconds to compile.
         magnitudes = beyond.astype(np.uint64)
-        room = _LEAST_ROOM + count // 4
+        room = _LEAST_ROOM + gaps.size // 4
         while True:
             code, raw = np.zeros(room, np.uint32), np.zeros(room, "<u8")
             words, bits, low, span = adaptive.write_changes(counts, order, gaps, magnitudes, code, raw, *_contexts())
@@ -123,7 +112,7 @@ class Conditional:
         signs = np.packbits(negative, bitorder="little").tobytes()
         return b"".join((len(coded).to_bytes(_LENGTH_BYTES, "little"), coded, tail, signs))
 
-    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Held) -> SegmentChanges:
         """Return the changes that the bytes hold, checked: one or more, at rising positions in range, none idle.
 
         Args:
@@ -142,8 +131,8 @@ class Conditional:
         code = np.frombuffer(bytes(coded) + bytes(-len(coded) % 4), ">u4").astype(np.uint32)
         raw = np.zeros(tail.size // 8 + 2, "<u8")
         raw.view(np.uint8)[: tail.size] = tail
-        classed, (chances, used, sums) = _Classes.of(segment.dtype), _contexts()
-        counts, state = np.zeros(classed.number, np.int64), np.zeros(4, np.uint64)
+        chances, used, sums = _contexts()
+        counts, state = np.zeros(Classes.of(segment.dtype).number, np.int64), np.zeros(4, np.uint64)
         count = adaptive.read_counts(code, raw, state, chances, used, counts)
         # Each change has a sign of one bit, so that the memory taken below is bounded by the data that is here.
         if not 0 < count <= min(segment.size, tail.size * 8):
@@ -155,40 +144,15 @@ class Conditional:
         if len(coded) > 4 * int(state[2]) or (len(coded) and not coded[-1]):
             raise cursor.corrupt("has code behind its last change")
         negative = _signs(cursor, tail, int(state[3]), count)
-        positions, order = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        found = classes.find_counted(base, classed.shift, classed.mask, counts, gaps, positions, order, _tables())
-        if found != count:
-            raise cursor.corrupt(f"has {count} changes, of which {count - found} have no place in the state read")
-        old, steps = base.take(positions), Steps(negative, beyond.take(order).astype(segment.dtype.bits))
+        positions, order = places_of(segment, base, counts, gaps)
+        if positions.size != count:
+            lost = count - positions.size
+            raise cursor.corrupt(f"has {count} changes, of which {lost} have no place in the state read")
+        old, steps = take(base, positions), Steps(negative, beyond.take(order).astype(segment.dtype.bits))
         return SegmentChanges(positions, old, advance(old, steps, segment.dtype.order))
 
 
-class _Classes(NamedTuple):
-    """How the bits of an element tell its class: `bits >> shift & mask`."""
-
-    shift: np.uint64
-    mask: np.uint64
-
-    @classmethod
-    def of(cls, dtype: DType) -> _Classes:
-        """Return the classes of a type: its exponents, the top 8 bits of them where there are more, or a single one."""
-        if dtype.order is Order.PLAIN:
-            return cls(np.uint64(0), np.uint64(0))
-        below_sign = dtype.size * 8 - 1
-        kept = min(below_sign - dtype.mantissa, _MOST_CLASS_BITS)
-        return cls(np.uint64(below_sign - kept), np.uint64((1 << kept) - 1))
-
-    @property
-    def number(self) -> int:
-        """How many classes there are."""
-        return int(self.mask) + 1
-
-    def __call__(self, bits: Bits) -> npt.NDArray[np.int64]:
-        """Return the class of each element."""
-        return ((bits >> bits.dtype.type(self.shift)) & bits.dtype.type(self.mask)).astype(np.int64)
-
-
-def _given(segment: Segment, base: Bits | None) -> Bits:
+def _given(segment: Segment, base: Held | None) -> Held:
     if segment.size > MAX_SIZE:
         raise UsageError(
             f"a segment has 1 to {MAX_SIZE} elements, not {segment.size}; use a smaller `segment_elements`"
@@ -199,10 +163,6 @@ def _given(segment: Segment, base: Bits | None) -> Bits:
             "from; pass `base`, or use another encoding"
         )
     return base
-
-
-def _tables() -> npt.NDArray[np.uint32]:
-    return np.zeros((classes.TABLES, classes.CLASSES), np.uint32)
 
 
 def _contexts() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

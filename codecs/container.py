@@ -18,6 +18,7 @@ from .ahead import in_order
 from .changes import Bits, Changes, SegmentChanges
 from .encodings import ENCODINGS, FULL, choose, decode_full, encode_full
 from .header import ANCHOR, DELTA, MAX_SEGMENTS, Header, StoredSegment, parse, segment_name
+from .held import Held
 from .schema import Schema, Segment
 
 __all__ = [
@@ -38,7 +39,7 @@ PART_BYTES = 32 << 20
 Buffer = bytes | bytearray | memoryview
 
 _CHANGES_AHEAD = 32
-_STATES_AHEAD = 8
+_STATES_AHEAD = 4
 """Segments worked on ahead: whole states are large (8 MiB in bf16), changes small."""
 
 
@@ -83,7 +84,7 @@ class PartReader:
             self._content(stored)
 
     def decode_changes(
-        self, schema: Schema, base: Callable[[int], Bits], *, pool: Executor | None = None
+        self, schema: Schema, base: Callable[[int], Held], *, pool: Executor | None = None
     ) -> dict[int, SegmentChanges]:
         """Return the changes of a delta's part, by segment index.
 
@@ -106,8 +107,15 @@ class PartReader:
 
         return dict(in_order(decode, self.segments, pool=pool, ahead=_CHANGES_AHEAD))
 
-    def decode_states(self, schema: Schema, *, pool: Executor | None = None) -> Iterator[tuple[int, Bits]]:
+    def decode_states(
+        self, schema: Schema, *, into: Callable[[int], Bits | None] | None = None, pool: Executor | None = None
+    ) -> Iterator[tuple[int, Bits]]:
         """Yield the index and all bits of each segment of an anchor's part; a few are decoded ahead.
+
+        Args:
+            schema: The schema of the state.
+            into: Returns the array to decode a segment into; where it gives None, a new one is made.
+            pool: Works on several segments at once.
 
         Raises:
             CorruptPayloadError: If the part is damaged, or is of a delta.
@@ -116,7 +124,8 @@ class PartReader:
         self._check(schema, ANCHOR)
 
         def decode(stored: StoredSegment) -> tuple[int, Bits]:
-            return stored.index, decode_full(schema.segments[stored.index], self._content(stored))
+            content, out = self._content(stored), None if into is None else into(stored.index)
+            return stored.index, decode_full(schema.segments[stored.index], content, out=out)
 
         yield from in_order(decode, self.segments, pool=pool, ahead=_STATES_AHEAD)
 
@@ -154,7 +163,7 @@ class PartReader:
 def encode_delta(
     changes: Changes,
     *,
-    base: Callable[[int], Bits] | None = None,
+    base: Callable[[int], Held] | None = None,
     encoding: str | None = None,
     part_bytes: int = PART_BYTES,
     pool: Executor | None = None,
@@ -195,7 +204,7 @@ def encode_delta(
 
 
 def encode_anchor(
-    schema: Schema, read: Callable[[int], Bits], *, part_bytes: int = PART_BYTES, pool: Executor | None = None
+    schema: Schema, read: Callable[[int], Held], *, part_bytes: int = PART_BYTES, pool: Executor | None = None
 ) -> Iterator[Part]:
     """Return an iterator over the parts of an anchor, at least one; a few segments are encoded ahead.
 
@@ -240,7 +249,7 @@ def open_part(data: Buffer, *, expect_schema: bytes | None = None) -> PartReader
 
 
 def decode_delta(
-    parts: Iterable[Buffer], schema: Schema, base: Callable[[int], Bits], *, pool: Executor | None = None
+    parts: Iterable[Buffer], schema: Schema, base: Callable[[int], Held], *, pool: Executor | None = None
 ) -> Changes:
     """Return the changes that all parts of one delta hold together.
 
@@ -262,7 +271,11 @@ def decode_delta(
 
 
 def decode_anchor(
-    parts: Iterable[Buffer], schema: Schema, *, pool: Executor | None = None
+    parts: Iterable[Buffer],
+    schema: Schema,
+    *,
+    into: Callable[[int], Bits | None] | None = None,
+    pool: Executor | None = None,
 ) -> Iterator[tuple[int, Bits]]:
     """Yield the index and all bits of each segment of an anchor, in order, a few decoded ahead.
 
@@ -271,6 +284,8 @@ def decode_anchor(
     Args:
         parts: The parts, in order; taken one at a time.
         schema: The schema of the state.
+        into: Returns the array to decode a segment into; where it gives None, a new one is made. After an error these
+            arrays hold anything.
         pool: Works on several segments at once.
 
     Raises:
@@ -279,7 +294,7 @@ def decode_anchor(
     """
     count = 0
     for reader in _in_sequence(parts):
-        for index, bits in reader.decode_states(schema, pool=pool):
+        for index, bits in reader.decode_states(schema, into=into, pool=pool):
             yield index, bits
             count += 1
     if count != len(schema.segments):

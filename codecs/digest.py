@@ -27,36 +27,32 @@ from concurrent.futures import Executor
 import numpy as np
 
 from .ahead import in_order
-from .changes import Bits, Changes, parts_of
+from .changes import Changes, parts_of
+from .held import Held, sum_run
 from .kernels import mix
 from .schema import Piece, Schema
 
-__all__ = ["digest_delta", "digest_of"]
+__all__ = ["advanced", "digest_delta", "digest_of"]
 
 _AHEAD = 64  # results are single numbers or small, so that this bounds nothing but the queue
 _GAMMA = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
-def _key(schema: Schema, piece: Piece, element: int) -> np.uint64:
-    return np.uint64((schema.tensors[piece.tensor].seed + element * _GAMMA) & _MASK)
+def _key(schema: Schema, piece: Piece, element: int) -> int:
+    return (schema.tensors[piece.tensor].seed + element * _GAMMA) & mix.MASK
 
 
-def digest_of(schema: Schema, read: Callable[[int], Bits], pool: Executor | None = None) -> int:
+def digest_of(schema: Schema, read: Callable[[int], Held], pool: Executor | None = None) -> int:
     """Return the digest of a state, given by a function from segment index to that segment's bits."""
 
     def summed(index: int) -> int:
         bits = read(index)
         return sum(
-            int(
-                mix.sum_run(
-                    bits[piece.offset : piece.offset + piece.stop - piece.start], _key(schema, piece, piece.start)
-                )
-            )
+            sum_run(bits[piece.offset : piece.offset + piece.stop - piece.start], _key(schema, piece, piece.start))
             for piece in schema.segments[index].pieces
         )
 
-    return sum(in_order(summed, range(len(schema.segments)), pool=pool, ahead=_AHEAD)) & _MASK
+    return sum(in_order(summed, range(len(schema.segments)), pool=pool, ahead=_AHEAD)) & mix.MASK
 
 
 def digest_delta(changes: Changes) -> int:
@@ -64,7 +60,17 @@ def digest_delta(changes: Changes) -> int:
     schema, total = changes.schema, 0
     for index, change in changes.segments.items():
         for piece, part in parts_of(schema.segments[index], change):
-            origin = _key(schema, piece, piece.start - piece.offset)
+            origin = np.uint64(_key(schema, piece, piece.start - piece.offset))
             total += int(mix.sum_at(change.positions[part], change.new[part], origin))
             total -= int(mix.sum_at(change.positions[part], change.old[part], origin))
-    return total & _MASK
+    return total & mix.MASK
+
+
+def advanced(digest: int, delta: int) -> int:
+    """Return the digest of the state that changes lead to.
+
+    Args:
+        digest: Of the state that they start from.
+        delta: What they add, as `digest_delta` returns it.
+    """
+    return (digest + delta) & mix.MASK

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from deltabus.bus.errors import UnsupportedTensorError
 
-__all__ = ["DType", "Order", "by_name", "of_torch"]
+__all__ = ["INTEGERS", "DType", "Order", "by_name", "of_torch"]
+
+INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""The torch dtype in which bit patterns of so many bytes are held; torch knows little about wider unsigned ones."""
 
 
 class Order(enum.Enum):

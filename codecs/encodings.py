@@ -22,6 +22,7 @@ The bytes, numbers little endian, planes as `deltabus.codecs.planes` and positio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -34,7 +35,8 @@ from .changes import Bits, SegmentChanges
 from .checked import check_base, check_changes
 from .conditional import Conditional
 from .cursor import Cursor
-from .planes import estimate_planes, pack_plane, pack_planes, rotate, thin_out, unpack_plane, unpack_planes, unrotate
+from .held import Held, take, to_host
+from .planes import estimate_planes, pack_plane, pack_planes, rotate, thin_out, unpack_plane, unpack_planes
 from .rice import PositionCode
 from .schema import Segment
 from .steps import Steps, advance, advance_zigzag, steps_between, zigzag_between
@@ -59,13 +61,13 @@ class Encoding(Protocol):
     def needs_base(self) -> bool:
         """Whether the writer must give `base`, the bits of the whole segment that the changes start from."""
 
-    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> int:
         """Return about how many bytes `encode` would return, in time that grows with the changes alone.
 
         Does not look whether changes and base fit; `choose` does.
         """
 
-    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         """Return the changes' bytes.
 
         Raises:
@@ -73,7 +75,7 @@ class Encoding(Protocol):
             SchemaMismatchError: If `base` is needed and not of the segment's size and dtype.
         """
 
-    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Held) -> SegmentChanges:
         """Return the changes that the bytes hold, checked: one or more, at rising positions in range, none idle.
 
         Args:
@@ -94,23 +96,23 @@ class _Overwrite:
     name = "overwrite"
     needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> int:
         new = rotate(thin_out(changes.new), segment.dtype.order)
         return 4 + PositionCode.estimate(changes.positions) + estimate_planes(new, changes.new.size)
 
-    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         positions = _positions(segment, changes)
-        new = pack_planes(rotate(changes.new, segment.dtype.order))
+        new = pack_planes(changes.new, segment.dtype.order)
         return changes.positions.size.to_bytes(4, "little") + positions.encode() + new
 
-    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Held) -> SegmentChanges:
         check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         count = cursor.u32()
         positions = PositionCode.decode(cursor, count, segment.size)
-        new = unrotate(unpack_planes(cursor, count, segment.dtype.bits), segment.dtype.order)
+        new = unpack_planes(cursor, count, segment.dtype.bits, segment.dtype.order)
         cursor.finish()
-        old = base[positions]
+        old = take(base, positions)
         if (old == new).any():
             at = int(positions[np.argmax(old == new)])
             raise DivergedError(
@@ -126,18 +128,18 @@ class _Step:
     name = "step"
     needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> int:
         count = changes.positions.size
         beyond = steps_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order).beyond
         return 4 + PositionCode.estimate(changes.positions) + count // 8 + estimate_planes(beyond, count)
 
-    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         positions = _positions(segment, changes)
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
         signs = pack_plane(np.packbits(negative, bitorder="little"))
         return changes.positions.size.to_bytes(4, "little") + positions.encode() + signs + pack_planes(beyond)
 
-    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Held) -> SegmentChanges:
         check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         count = cursor.u32()
@@ -148,7 +150,7 @@ class _Step:
         beyond = unpack_planes(cursor, count, segment.dtype.bits)
         cursor.finish()
         negative = np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
-        old = base[positions]
+        old = take(base, positions)
         new = advance(old, Steps(negative, beyond), segment.dtype.order)
         if (old == new).any():
             raise cursor.corrupt("has a step of nothing")
@@ -161,18 +163,18 @@ class _Dense:
     name = "dense"
     needs_base = False
 
-    def estimate(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> int:
+    def estimate(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> int:
         count = changes.positions.size
         steps = zigzag_between(thin_out(changes.old), thin_out(changes.new), segment.dtype.order)
         return estimate_planes(steps, count, zeros=segment.size - count)
 
-    def encode(self, segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> bytes:
+    def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         check_changes(segment, changes)
         steps = np.zeros(segment.size, segment.dtype.bits)
         steps[changes.positions] = zigzag_between(changes.old, changes.new, segment.dtype.order)
         return pack_planes(steps)
 
-    def decode(self, segment: Segment, data: bytes | memoryview, base: Bits) -> SegmentChanges:
+    def decode(self, segment: Segment, data: bytes | memoryview, base: Held) -> SegmentChanges:
         check_base(segment, base)
         cursor = Cursor(data, f"segment {segment.index} ({self.name})")
         steps = unpack_planes(cursor, segment.size, segment.dtype.bits)
@@ -180,7 +182,7 @@ class _Dense:
         positions = np.flatnonzero(steps).astype(np.uint32)
         if not positions.size:
             raise cursor.corrupt("holds no change")
-        old = base[positions]
+        old = take(base, positions)
         return SegmentChanges(positions, old, advance_zigzag(old, steps[positions], segment.dtype.order))
 
 
@@ -190,7 +192,7 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
 """The encodings of changes, by name."""
 
 
-def choose(segment: Segment, changes: SegmentChanges, base: Bits | None = None) -> Encoding:
+def choose(segment: Segment, changes: SegmentChanges, base: Held | None = None) -> Encoding:
     """Return the encoding that takes the fewest bytes, by estimate.
 
     Args:
@@ -206,11 +208,17 @@ def choose(segment: Segment, changes: SegmentChanges, base: Bits | None = None) 
     check_changes(segment, changes)
     if base is not None:
         check_base(segment, base)
-    able = (encoding for encoding in ENCODINGS.values() if base is not None or not encoding.needs_base)
-    return min(able, key=lambda encoding: encoding.estimate(segment, changes, base))
+    sizes: dict[str, int] = {}
+    for name, encoding in ENCODINGS.items():
+        if base is not None or not encoding.needs_base:
+            sizes[name] = encoding.estimate(segment, changes, base)
+        # The others take no less than positions do that are written without regard to the old bits.
+        if encoding.needs_base and sizes.get(name, math.inf) <= PositionCode.estimate(changes.positions):
+            break
+    return ENCODINGS[min(sizes, key=sizes.__getitem__)]
 
 
-def encode_full(segment: Segment, bits: Bits) -> bytes:
+def encode_full(segment: Segment, bits: Held) -> bytes:
     """Return the bytes that hold a segment's whole state.
 
     Args:
@@ -221,17 +229,22 @@ def encode_full(segment: Segment, bits: Bits) -> bytes:
         SchemaMismatchError: If `bits` is not of the segment's size and dtype.
     """
     check_base(segment, bits)
-    return pack_planes(rotate(bits, segment.dtype.order))
+    return pack_planes(to_host(bits), segment.dtype.order)
 
 
-def decode_full(segment: Segment, data: bytes | memoryview) -> Bits:
+def decode_full(segment: Segment, data: bytes | memoryview, *, out: Bits | None = None) -> Bits:
     """Return the segment's bits that the bytes hold; the inverse of `encode_full`.
+
+    Args:
+        segment: The segment.
+        data: What `encode_full` returned, from outside.
+        out: Filled and returned, where given: of the segment's size and type. After an error it holds anything.
 
     Raises:
         CorruptPayloadError: If the bytes are truncated, damaged or out of range.
     """
     cursor = Cursor(data, f"segment {segment.index} ({FULL})")
-    bits = unrotate(unpack_planes(cursor, segment.size, segment.dtype.bits), segment.dtype.order)
+    bits = unpack_planes(cursor, segment.size, segment.dtype.bits, segment.dtype.order, out=out)
     cursor.finish()
     return bits
 

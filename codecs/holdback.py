@@ -24,6 +24,7 @@ from .ahead import in_order
 from .changes import Bits, Changes, SegmentChanges
 from .dtypes import Order
 from .encodings import ENCODINGS
+from .held import Held
 from .steps import distances_between
 
 __all__ = ["PATIENCE", "SEGMENT_BYTES", "Limits", "Split", "estimate_bytes", "split"]
@@ -89,7 +90,7 @@ class Split:
 def estimate_bytes(
     changes: Changes,
     *,
-    base: Callable[[int], Bits] | None = None,
+    base: Callable[[int], Held] | None = None,
     encoding: str | None = None,
     pool: Executor | None = None,
 ) -> int:

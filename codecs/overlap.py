@@ -34,16 +34,22 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+def overlapping(tensors: Sequence[Tensor], names: Sequence[str] | None = None) -> tuple[int, int] | None:
     """Return the indices of two tensors that share memory, or None; none of them may overlap itself.
 
     Two tensors with different strides whose memory is interleaved count as sharing it.
+
+    Args:
+        tensors: The tensors.
+        names: What each is called; those of one name may share memory. None looks at all.
 
     >>> import torch
     >>> both = torch.zeros(4, 6)
     >>> overlapping([both[:, :3], both[:, 3:]])
     >>> overlapping([both[:, :3], both[:, 2:]])
     (0, 1)
+    >>> overlapping([both, both[:, 1:], both[:, :1]], ["whole", "whole", "column"])
+    (0, 2)
     """
     extents = []
     for index, tensor in enumerate(tensors):
@@ -53,9 +59,12 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
             extents.append((str(tensor.device), start, start + reach * tensor.element_size(), index))
     extents.sort()
     for place, (device, start, stop, index) in enumerate(extents):
-        for other_device, other_start, _, other in extents[place + 1 :]:
+        for behind in range(place + 1, len(extents)):
+            other_device, other_start, _, other = extents[behind]
             if other_device != device or other_start >= stop:
                 break
+            if names is not None and names[index] == names[other]:
+                continue
             if _meet(tensors[index], tensors[other], other_start - start):
                 return min(index, other), max(index, other)
     return None

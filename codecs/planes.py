@@ -16,6 +16,8 @@ well smaller as sparse.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -45,6 +47,8 @@ _WORTH_COMPRESSING = 24
 
 _MAX_WINDOW = 8 << 20
 """The window that RFC 8878 asks every decoder to support; a frame that wants more memory is refused."""
+
+_RUN = 1 << 15
 
 _SAMPLE = 1 << 13
 """Values that an estimate looks at: enough for a histogram of 256 bins, few enough to cost nothing."""
@@ -151,22 +155,52 @@ def _bytes_of(values: Bits) -> npt.NDArray[np.uint8]:
     return little.view(np.uint8).reshape(values.size, values.dtype.itemsize)
 
 
-def pack_planes(values: Bits) -> bytes:
-    """Return the numbers as one plane for each of their bytes, the least significant first; one dimension."""
-    planes = _bytes_of(values)
-    return b"".join(pack_plane(np.ascontiguousarray(planes[:, at])) for at in range(planes.shape[1]))
+def pack_planes(values: Bits, order: Order = Order.PLAIN) -> bytes:
+    """Return numbers as one plane for each of their bytes, the least significant first.
+
+    Args:
+        values: The numbers, one dimension.
+        order: Of their type; floats are rotated first, see `rotate`.
+    """
+    planes = np.empty((values.dtype.itemsize, values.size), np.uint8)
+    for run in _runs(values.size):
+        planes[:, run] = _bytes_of(rotate(values[run], order)).T
+    return b"".join(pack_plane(plane) for plane in planes)
 
 
-def unpack_planes(cursor: Cursor, size: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
+def unpack_planes(
+    cursor: Cursor,
+    size: int,
+    dtype: np.dtype[np.unsignedinteger],
+    order: Order = Order.PLAIN,
+    *,
+    out: Bits | None = None,
+) -> Bits:
     """Return the `size` numbers whose planes begin at the cursor; the inverse of `pack_planes`.
+
+    Args:
+        cursor: Where to read.
+        size: How many numbers there must be.
+        dtype: Their type.
+        order: The one that they were packed with.
+        out: Filled and returned, where given: of this size and type, contiguous. After an error it holds anything.
 
     Raises:
         CorruptPayloadError: If the bytes hold no such planes.
     """
-    planes = np.empty((size, dtype.itemsize), np.uint8)
+    bits = np.empty(size, dtype) if out is None else out
+    rows = bits.view(np.uint8).reshape(size, dtype.itemsize)
     for at in range(dtype.itemsize):
-        planes[:, at] = unpack_plane(cursor, size)
-    return planes.reshape(-1).view(dtype)
+        rows[:, at] = unpack_plane(cursor, size)
+    if order is not Order.PLAIN:
+        for run in _runs(size):
+            bits[run] = unrotate(bits[run], order)
+    return bits
+
+
+def _runs(size: int) -> Iterator[slice]:
+    """Yield runs short enough that what is made of them on the way stays in the processor's cache."""
+    return (slice(start, start + _RUN) for start in range(0, size, _RUN))
 
 
 def rotate(bits: Bits, order: Order) -> Bits:
@@ -191,7 +225,7 @@ def unrotate(bits: Bits, order: Order) -> Bits:
 
 def thin_out(values: Bits) -> Bits:
     """Return an evenly spaced sample that suffices for `estimate_planes`; one dimension, a view."""
-    return values[:: values.size // _SAMPLE + 1]
+    return values[:: len(values) // _SAMPLE + 1]
 
 
 def estimate_planes(sample: Bits, count: int, *, zeros: int = 0) -> int:

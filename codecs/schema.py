@@ -16,14 +16,14 @@ from functools import cached_property
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deltabus.bus.errors import CodecError, MessageFormatError, SchemaMismatchError
 
 from . import dtypes
 from .dtypes import DType
 
-__all__ = ["FORMAT", "MAX_SCHEMA_BYTES", "SEGMENT_ELEMENTS", "Piece", "Schema", "Segment", "TensorSpec"]
+__all__ = ["FORMAT", "MAX_SCHEMA_BYTES", "SEGMENT_ELEMENTS", "Box", "Piece", "Schema", "Segment", "TensorSpec"]
 
 FORMAT = 1
 """The version of the table's format that this code writes and reads."""
@@ -42,20 +42,34 @@ _MAX_DIMENSIONS = 64
 _Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
+class Box(Struct, frozen=True, kw_only=True):
+    """Where a slice lies in the tensor that it is a part of.
+
+    Attributes:
+        start: Its first index along each dimension.
+        whole: The shape of the whole tensor.
+    """
+
+    start: tuple[_Size, ...]
+    whole: tuple[_Size, ...]
+
+
 class TensorSpec(Struct, frozen=True, kw_only=True):
-    """One tensor of a schema.
+    """One tensor of a schema, or the slice of it that a writer owns.
 
     Attributes:
         name: Its canonical name.
         dtype: Its safetensors dtype name, such as `BF16`.
-        shape: Its shape.
+        shape: Its shape; of a slice, the slice's own.
         aliases: Other canonical names of the same storage (tied tensors).
+        slice: Where the slice lies; unset when it is the whole tensor.
     """
 
     name: str
     dtype: str
     shape: tuple[_Size, ...]
     aliases: tuple[str, ...] = ()
+    slice: Box | UnsetType = UNSET
 
     @property
     def size(self) -> int:
@@ -63,9 +77,27 @@ class TensorSpec(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape)
 
     @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.slice is UNSET else self.slice.whole
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The first index along each dimension of the whole tensor."""
+        return (0,) * len(self.shape) if self.slice is UNSET else self.slice.start
+
+    def overlaps(self, other: TensorSpec) -> bool:
+        """Return whether two slices of one tensor have elements in common; those of other shapes count as if."""
+        if self.whole != other.whole:
+            return True
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return self.size > 0 and other.size > 0 and all(a < b + m and b < a + n for a, n, b, m in ends)
+
+    @property
     def seed(self) -> int:
-        """Where this tensor's positions begin in the digest: 64 bits of a hash of name, dtype and shape."""
-        text = "\0".join((self.name, self.dtype, ",".join(map(str, self.shape))))
+        """Where this tensor's positions begin in the digest: 64 bits of a hash of name, dtype, shape and slice."""
+        numbers = [self.shape, *(() if self.slice is UNSET else (self.slice.start, self.slice.whole))]
+        text = "\0".join((self.name, self.dtype, *(",".join(map(str, sizes)) for sizes in numbers)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -125,6 +157,14 @@ class Schema(Struct, frozen=True, kw_only=True, dict=True):
         "".join(names).encode()  # it fails for what is no text, such as half of a surrogate pair
         if any(len(tensor.shape) > _MAX_DIMENSIONS for tensor in self.tensors):
             raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
+        for tensor in self.tensors:
+            ends = [start + size for start, size in zip(tensor.start, tensor.shape, strict=False)]
+            if not len(tensor.shape) == len(tensor.start) == len(tensor.whole):
+                raise ValueError("a slice has other dimensions than its tensor")
+            if any(end > size for end, size in zip(ends, tensor.whole, strict=True)):
+                raise ValueError("a slice reaches beyond its tensor")
+            if math.prod(tensor.whole) >= 1 << 63:
+                raise ValueError("a tensor has more than 2^63 elements")
         if self.total >= 1 << 63:
             raise ValueError("more than 2^63 elements")
         by_dtype: dict[str, int] = {}

@@ -1,34 +1,41 @@
-"""Shadows: a copy of a state's bits that follows changes, and snapshots that still see it as it was."""
+"""Shadows: a copy of a state's bits that follows changes, and snapshots that still see it as it was.
+
+Its segments are arrays in host memory, or tensors on devices; what is done to them is done where they lie.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from types import TracebackType
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from deltabus.bus.errors import CorruptPayloadError, StorageFullError, UsageError
 
+from . import dtypes, on_device
 from .ahead import in_order
-from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, find_differing, validate
+from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
-from .kernels import compare
+from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take
 from .schema import Schema
 from .state import State
 
-__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory"]
+__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
 
 _AHEAD = 64
 
-Allocate = Callable[[Schema], list[Bits]]
-"""Makes the arrays of a shadow: one for each segment of a schema, of its size and bits, all zero."""
+Allocate = Callable[[Schema, Sequence[torch.device]], Sequence[Held]]
+"""Makes the memory of a shadow: for each segment of a schema, of its size and bits, all zero. It is told on which
+device each segment of the state itself lies; on the host's, where there is no state yet."""
 
 
-def in_memory(schema: Schema) -> list[Bits]:
-    """Return arrays of zeros in this process's memory.
+def in_memory(schema: Schema, devices: Sequence[torch.device] = ()) -> list[Bits]:
+    """Return arrays of zeros in this process's memory, whatever the devices.
 
     Raises:
         StorageFullError: If there is no room for them.
@@ -41,8 +48,20 @@ def in_memory(schema: Schema) -> list[Bits]:
         ) from error
 
 
+def on_devices(schema: Schema, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return tensors of zeros on these devices, one for each segment.
+
+    Raises:
+        StorageFullError: If a device has no memory for them.
+    """
+    return [
+        on_device.zeros(segment.size, dtypes.INTEGERS[segment.dtype.size], device)
+        for segment, device in zip(schema.segments, devices, strict=True)
+    ]
+
+
 class Shadow:
-    """A copy of a state's bits, one array of unsigned integers for each segment.
+    """A copy of a state's bits, one run of them for each segment.
 
     One thread at a time advances, loads or captures; snapshots may be taken and read in any thread meanwhile.
 
@@ -50,7 +69,7 @@ class Shadow:
         schema: The state's schema.
     """
 
-    def __init__(self, schema: Schema, bits: list[Bits]) -> None:
+    def __init__(self, schema: Schema, bits: Sequence[Held]) -> None:
         self.schema = schema
         self._bits = bits
         # The writer's lock makes a snapshot fall between two changes; a segment's lock covers one copy or one write.
@@ -61,72 +80,94 @@ class Shadow:
     @classmethod
     def empty(cls, schema: Schema, *, allocate: Allocate = in_memory) -> Shadow:
         """Return a shadow whose bits are all zero, to be loaded."""
-        return cls(schema, allocate(schema))
+        return cls(schema, allocate(schema, [torch.device("cpu")] * len(schema.segments)))
 
     @classmethod
     def of(cls, state: State, *, pool: Executor | None = None, allocate: Allocate = in_memory) -> Shadow:
         """Return a shadow that holds the state's bits as they are now."""
-        bits = allocate(state.schema)
+        indices = range(len(state.schema.segments))
+        bits = allocate(state.schema, [state.device(index) for index in indices])
 
-        def copied(index: int) -> Bits:
-            return state.read(index, bits[index])
+        def filled(index: int) -> Held:
+            place = bits[index]
+            if not isinstance(place, Tensor):
+                return state.read(index, place)
+            copy_into(place, state.read_on(place.device, index))
+            return place
 
-        return cls(state.schema, list(in_order(copied, range(len(bits)), pool=pool, ahead=_AHEAD)))
+        return cls(state.schema, list(in_order(filled, indices, pool=pool, ahead=_AHEAD)))
 
-    def read(self, index: int) -> Bits:
-        """Return the bits of a segment: the live array, not to be written to."""
+    def read(self, index: int) -> Held:
+        """Return the bits of a segment: the live ones, not to be written to."""
         return self._bits[index]
+
+    def room(self, index: int) -> Bits | None:
+        """Return the array of a segment, to be filled while nobody else has the shadow; None if it is on a device."""
+        bits = self._bits[index]
+        return None if isinstance(bits, Tensor) else bits
 
     def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the bits that it holds."""
         return digest_of(self.schema, self.read, pool=pool)
 
-    def advance(self, changes: Changes) -> None:
+    def advance(self, changes: Changes, *, pool: Executor | None = None) -> None:
         """Apply changes, all or nothing.
+
+        Args:
+            changes: What to apply.
+            pool: Works on several segments at once.
 
         Raises:
             SchemaMismatchError: If they are of another schema.
             CorruptPayloadError: If they are not well formed.
             DivergedError: If a touched element does not hold the bits that its change starts from.
+            StorageFullError: If it lies on a device that has no memory for the changes.
         """
         check_same_schema(self.schema, changes.schema)
         validate(changes)
         with self._writing:
-            for index, change in changes.segments.items():
-                bits = self._bits[index]
-                wrong = compare.first_not_holding(bits, change.positions, change.old)
-                if wrong >= 0:
-                    position, expected = int(change.positions[wrong]), int(change.old[wrong])
-                    raise diverged(self.schema, index, position, held=int(bits[position]), expected=expected)
+            for _ in in_order(self._check, changes.segments.items(), pool=pool, ahead=_AHEAD):
+                pass
             try:
-                for index, change in changes.segments.items():
-                    with self._locks[index]:
-                        for snapshot in self._snapshots:
-                            snapshot._note(index, change)
-                        compare.scatter(self._bits[index], change.positions, change.new)
+                for _ in in_order(self._write, changes.segments.items(), pool=pool, ahead=_AHEAD):
+                    pass
             except BaseException:
                 # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
                 for index, change in changes.segments.items():
                     with self._locks[index]:
-                        compare.scatter(self._bits[index], change.positions, change.old)
+                        scatter(self._bits[index], change.positions, change.old)
                 raise
 
-    def load(self, index: int, bits: Bits) -> None:
+    def _check(self, item: tuple[int, SegmentChanges]) -> None:
+        index, change = item
+        bits = self._bits[index]
+        wrong = first_not_holding(bits, change.positions, change.old)
+        if wrong >= 0:
+            position, expected = int(change.positions[wrong]), int(change.old[wrong])
+            held = int(take(bits, change.positions[wrong : wrong + 1])[0])
+            raise diverged(self.schema, index, position, held=held, expected=expected)
+
+    def _write(self, item: tuple[int, SegmentChanges]) -> None:
+        index, change = item
+        with self._locks[index]:
+            for snapshot in self._snapshots:
+                snapshot._note(index, change)
+            scatter(self._bits[index], change.positions, change.new)
+
+    def load(self, index: int, bits: Held) -> None:
         """Replace a segment's bits by a copy of these.
 
         Raises:
             CorruptPayloadError: If there are too few, too many, or of another width.
         """
         segment = self.schema.segments[index]
-        if bits.dtype != segment.dtype.bits or bits.shape != (segment.size,):
-            text = (
-                f"segment {index} has {segment.size} elements of {segment.dtype.bits}, not {bits.shape} of {bits.dtype}"
-            )
-            raise CorruptPayloadError(text)
+        if not fits(segment, bits):
+            expected = f"{segment.size} elements of {segment.dtype.bits}"
+            raise CorruptPayloadError(f"segment {index} has {expected}, not {tuple(bits.shape)} of {bits.dtype}")
         with self._writing, self._locks[index]:
             for snapshot in self._snapshots:
                 snapshot._keep(index)
-            np.copyto(self._bits[index], bits)
+            copy_into(self._bits[index], bits)
 
     def snapshot(self) -> Snapshot:
         """Return a view of the state as it is now, which later changes do not alter."""
@@ -155,7 +196,7 @@ class Snapshot:
         self._shadow = shadow
         self._released = False
         self._later: dict[int, list[SegmentChanges]] = {}
-        self._kept: dict[int, Bits] = {}
+        self._kept: dict[int, Held] = {}
 
     def __enter__(self) -> Snapshot:
         return self
@@ -165,7 +206,23 @@ class Snapshot:
     ) -> None:
         self.release()
 
-    def read(self, index: int) -> Bits:
+    def again(self) -> Snapshot:
+        """Return another snapshot of the same state, to be released by itself.
+
+        Raises:
+            UsageError: If the snapshot was released.
+        """
+        with self._shadow._writing:
+            other = Snapshot(self._shadow)
+            other._later = {index: list(later) for index, later in self._later.items()}
+            other._kept = dict(self._kept)
+            # Looked at last: what is copied here is whole if the snapshot is not released even now.
+            if self._released:
+                raise UsageError("the snapshot was released and can no longer be read")
+            self._shadow._snapshots.add(other)
+            return other
+
+    def read(self, index: int) -> Held:
         """Return the bits of a segment as they were; not to be written to.
 
         Raises:
@@ -173,7 +230,7 @@ class Snapshot:
         """
         with self._shadow._locks[index]:
             kept = self._kept.get(index)
-            bits = self._shadow._bits[index].copy() if kept is None else kept
+            bits = copied(self._shadow._bits[index]) if kept is None else kept
             later = tuple(self._later.get(index, ()))
             # Looked at last: until here the snapshot was told of every change, if it is not released even now.
             if self._released:
@@ -181,7 +238,7 @@ class Snapshot:
         _undo(bits, later)
         return bits
 
-    def read_before(self, index: int, change: SegmentChanges) -> Bits:
+    def read_before(self, index: int, change: SegmentChanges) -> Held:
         """Return a copy of the bits of a segment as they were before the change that led to this state.
 
         Raises:
@@ -189,7 +246,7 @@ class Snapshot:
         """
         bits = self.read(index)
         if bits is self._kept.get(index):
-            bits = bits.copy()
+            bits = copied(bits)
         _undo(bits, (change,))
         return bits
 
@@ -216,14 +273,14 @@ class Snapshot:
     def _keep(self, index: int) -> None:
         """Copy a segment as it was; the segment's lock is held."""
         if index not in self._kept:
-            bits = self._shadow._bits[index].copy()
+            bits = copied(self._shadow._bits[index])
             _undo(bits, tuple(self._later.pop(index, ())))
             self._kept[index] = bits
 
 
-def _undo(bits: Bits, later: tuple[SegmentChanges, ...]) -> None:
+def _undo(bits: Held, later: tuple[SegmentChanges, ...]) -> None:
     for change in reversed(later):
-        compare.scatter(bits, change.positions, change.old)
+        scatter(bits, change.positions, change.old)
 
 
 def capture(
@@ -241,6 +298,7 @@ def capture(
 
     Raises:
         SchemaMismatchError: If the state has another schema; the error names the tensor that differs, and how.
+        StorageFullError: If the shadow lies on a device that has no memory to compare.
     """
     check_same_schema(shadow.schema, state.schema)
     # The shadow's own schema object, because its segments are computed once and not anew for each captured state.
@@ -248,18 +306,18 @@ def capture(
 
     def compared(index: int) -> SegmentChanges | None:
         held = shadow.read(index)
-        positions, new = [], []
+        positions, old, new = [], [], []
         for piece in schema.segments[index].pieces:
             if piece.tensor in skip:
                 continue
-            live = state.piece(piece)
-            places = find_differing(held[piece.offset : piece.offset + live.size], live)
-            if places.size:
-                positions.append(places + np.uint32(piece.offset))
-                new.append(live.take(places))
+            live = state.piece_on(held.device, piece) if isinstance(held, Tensor) else state.piece(piece)
+            found = differing(held[piece.offset : piece.offset + piece.stop - piece.start], live)
+            if found.positions.size:
+                positions.append(found.positions + np.uint32(piece.offset))
+                old.append(found.old)
+                new.append(found.new)
         if not positions:
             return None
-        where = np.concatenate(positions)
-        return SegmentChanges(where, held.take(where), np.concatenate(new))
+        return SegmentChanges(np.concatenate(positions), np.concatenate(old), np.concatenate(new))
 
     return collected(schema, compared, pool=pool)

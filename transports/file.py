@@ -28,7 +28,7 @@ from deltabus.bus.errors import (
     TransportError,
     UsageError,
 )
-from deltabus.bus.transport import Buffer, Record, Transport
+from deltabus.bus.transport import Buffer, Guarantees, Record, StoredBlob
 
 from . import atomic, records
 from .names import (
@@ -42,6 +42,7 @@ from .names import (
     check_range,
     check_record,
 )
+from .notifier import WakeableTransport
 from .options import Option, parse_flag, parse_seconds
 from .registry import Address
 from .threads import NoProgressError, Work, run_in_thread
@@ -56,7 +57,7 @@ _FIRST_POLL = 0.05
 _TIMEOUT = 60.0
 
 
-class FileTransport(Transport):
+class FileTransport(WakeableTransport):
     """A topic in a directory, which the first write creates.
 
     Args:
@@ -67,6 +68,13 @@ class FileTransport(Transport):
         watch: Whether to use file-system notifications.
     """
 
+    guarantees = Guarantees(
+        conditional_append=True,
+        push=True,
+        durable=True,
+        atomic_visibility=True,
+        remark="Synced to disk before it is acknowledged; on network file systems readers ask again and again.",
+    )
     options: ClassVar[Sequence[Option]] = (
         Option(name="poll", parse=parse_seconds, default=_POLL, help="most seconds between looks for new records"),
         Option(name="timeout", parse=parse_seconds, default=_TIMEOUT, help="seconds to wait for a disk that hangs"),
@@ -90,7 +98,7 @@ class FileTransport(Transport):
         self._watch = watch
         self._watcher = Watcher(path / LOGS)
         self._ready: set[str] = set()
-        self._tails: set[asyncio.Event] = set()
+        self._tails: dict[asyncio.Event, str] = {}
         self._closed = False
 
     @classmethod
@@ -153,6 +161,17 @@ class FileTransport(Transport):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     path.unlink()
 
+    async def blobs(self, folder: str) -> list[StoredBlob]:  # noqa: D102
+        check_key(folder)
+        return await self._run(lambda work: self._blobs(folder, work), f"list the blobs in {folder!r}")
+
+    def _blobs(self, folder: str, work: Work) -> list[StoredBlob]:
+        found = [
+            StoredBlob(f"{folder}/{name}", status.st_size, status.st_mtime)
+            for name, status in atomic.walk_files(f"{self._root}/{folder}", work)
+        ]
+        return sorted(found)
+
     async def append(self, log: str, position: int, record: Buffer) -> None:  # noqa: D102
         check_log(log)
         check_position(position)
@@ -172,14 +191,24 @@ class FileTransport(Transport):
 
     def _append(self, log: str, position: int, record: memoryview, work: Work) -> None:
         directory = f"{self._logs}/{log}"
-        if not records.has_record(directory, position):
-            if position == 0 and records.find_first(directory) is not None:
+        held = records.has_record(directory, position)
+        if not held:
+            # A record that came here meanwhile may be the same; one that stands further on shows that this was removed.
+            if position == 0 and (records.find_first(directory) or 0) > 0:
                 raise atomic.OtherBytesError
             if position and not records.has_record(directory, position - 1):
                 if (records.find_first(directory) or 0) > position:
                     raise atomic.OtherBytesError
                 raise UsageError(f"position {position - 1} of log {log!r} in {self.url} is empty; append there first")
         self._create(directory, records.record_name(position), record, work)
+        if held:
+            return
+        try:
+            taken_back = records.take_back(directory, position)
+        except OSError as error:
+            raise atomic.UncertainError from error
+        if taken_back:
+            raise atomic.OtherBytesError
 
     async def read(self, log: str, after: int = -1, limit: int = 1024) -> list[Record]:  # noqa: D102
         check_log(log)
@@ -210,7 +239,6 @@ class FileTransport(Transport):
                 try:
                     async with asyncio.timeout(pause):
                         await wake.wait()
-                    pause = first_pause
                 except TimeoutError:
                     pause = min(2 * pause, self._poll)
 
@@ -219,17 +247,27 @@ class FileTransport(Transport):
         """Give an event that is set when the log may have changed, and when the transport is closed."""
         with contextlib.ExitStack() as stack:
             event = stack.enter_context(self._watcher.listening(log)) if self._watch else asyncio.Event()
-            self._tails.add(event)
-            stack.callback(self._tails.discard, event)
+            self._tails[event] = log
+            stack.callback(self._tails.pop, event)
             yield event
+
+    async def trim(self, log: str, before: int) -> None:  # noqa: D102
+        check_log(log)
+        check_position(before)
+        directory = f"{self._logs}/{log}"
+        await self._run(lambda work: records.trim_records(directory, before, work), f"trim log {log!r} before {before}")
 
     async def logs(self) -> list[str]:  # noqa: D102
         return await self._run(lambda work: records.list_logs(self._logs), "list the logs")
 
     async def close(self) -> None:  # noqa: D102
         self._closed = True
-        for event in self._tails:
-            event.set()
+        self.wake()
+
+    def wake(self, log: str | None = None) -> None:  # noqa: D102
+        for event, name in self._tails.items():
+            if log in (None, name):
+                event.set()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import ClassVar, Self
 
@@ -19,7 +20,7 @@ from deltabus.bus.errors import (
     TransportError,
     UsageError,
 )
-from deltabus.bus.transport import Buffer, Record, Transport
+from deltabus.bus.transport import Buffer, Guarantees, Record, StoredBlob, Transport
 
 from .names import (
     byte_view,
@@ -42,11 +43,12 @@ _LIMIT = 8 << 30
 class _Topic:
     """The blobs and logs of one name; `lock` guards all of it."""
 
-    __slots__ = ("blobs", "listeners", "lock", "logs", "nbytes")
+    __slots__ = ("blobs", "listeners", "lock", "logs", "nbytes", "times")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.blobs: dict[str, bytes] = {}
+        self.times: dict[str, float] = {}
         self.logs: dict[str, dict[int, bytes]] = {}
         self.nbytes = 0
         self.listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
@@ -104,6 +106,13 @@ class MemoryTransport(Transport):
         UsageError: If the name is malformed.
     """
 
+    guarantees = Guarantees(
+        conditional_append=True,
+        push=True,
+        durable=False,
+        atomic_visibility=True,
+        remark="Within one process, and gone with it.",
+    )
     options: ClassVar[Sequence[Option]] = (
         Option(name="limit", parse=parse_size, default=_LIMIT, help="bytes that the topic may hold, such as 2GiB"),
     )
@@ -134,6 +143,7 @@ class MemoryTransport(Transport):
             if held is None:
                 self._reserve(view.nbytes, f"blob {key!r}")
                 self._topic.blobs[key] = bytes(view)
+                self._topic.times[key] = time.time()
             elif held != bytes(view):  # views compare item by item, bytes at once
                 raise KeyExistsError(
                     f"{self.url} holds other bytes under key {key!r}; keys are write-once", url=self.url
@@ -154,6 +164,14 @@ class MemoryTransport(Transport):
         with self._topic.lock:
             for key in checked:
                 self._topic.nbytes -= len(self._topic.blobs.pop(key, b""))
+                self._topic.times.pop(key, None)
+
+    async def blobs(self, folder: str) -> list[StoredBlob]:  # noqa: D102
+        self._check_open()
+        head = f"{check_key(folder)}/"
+        with self._topic.lock:
+            found = sorted((key, len(data)) for key, data in self._topic.blobs.items() if key.startswith(head))
+            return [StoredBlob(key, size, self._topic.times.get(key)) for key, size in found]
 
     async def append(self, log: str, position: int, record: Buffer) -> None:  # noqa: D102
         self._check_open()
@@ -201,6 +219,15 @@ class MemoryTransport(Transport):
                         await wake.wait()
             finally:
                 self._tails.discard(wake)
+
+    async def trim(self, log: str, before: int) -> None:  # noqa: D102
+        self._check_open()
+        check_log(log)
+        check_position(before)
+        with self._topic.lock:
+            records = self._topic.logs.get(log, {})
+            for position in [position for position in list(records)[:-1] if position < before]:
+                self._topic.nbytes -= len(records.pop(position))
 
     async def logs(self) -> list[str]:  # noqa: D102
         self._check_open()

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from deltabus.bus.message import MAX_RECORD_BYTES
 from deltabus.bus.transport import Record
 
-from .atomic import read_file
+from .atomic import read_file, sync_directory
 from .names import is_log
 from .threads import Work
 
-__all__ = ["find_first", "has_record", "list_logs", "read_records", "record_name"]
+__all__ = ["find_first", "has_record", "list_logs", "read_records", "record_name", "take_back", "trim_records"]
 
 _RECORD = re.compile(r"[0-9]{20}")
 _ATTEMPTS = 5
@@ -67,6 +67,43 @@ def read_records(directory: str, after: int, limit: int, work: Work) -> list[Rec
             if records:
                 return records
         raise OSError(errno.EAGAIN, "the log's first records vanish while they are read")
+
+
+def take_back(directory: str, position: int) -> bool:
+    """Remove a record that was just written if it stands in front of the log in a directory; return whether it did.
+
+    Raises:
+        OSError: If that cannot be found out, or done.
+    """
+    with _opened(directory) as folder:
+        if folder is None or (position and _has(folder, position - 1)):
+            return False
+        behind = _find_first(folder, position)
+        # A log keeps its last record: with nothing behind, this is it. Nobody writes behind a hole, and position 0 may
+        # well be followed already.
+        if behind is None or (position == 0 and behind == 1):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(record_name(position), dir_fd=folder)
+        sync_directory(folder)
+        return True
+
+
+def trim_records(directory: str, before: int, work: Work) -> None:
+    """Remove the records in front of a position of the log in a directory, oldest first; the last one stays."""
+    with _opened(directory) as folder:
+        if folder is None:
+            return
+        with os.scandir(folder) as entries:
+            positions = sorted(int(entry.name) for entry in entries if _RECORD.fullmatch(entry.name))
+        if not positions:
+            return
+        # Each position in between, because a listing may miss one that is there, and it would stay as the first.
+        for position in range(positions[0], min(before, positions[-1])):
+            work.advance()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(record_name(position), dir_fd=folder)
+        sync_directory(folder)
 
 
 def list_logs(directory: str) -> list[str]:

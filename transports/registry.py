@@ -8,6 +8,9 @@ its scheme is opened. Other packages add schemes by entry point, without deltabu
 
 Such a class is a `Transport` that declares its `options` and can be made `from_address` (see `Backend`). The schemes
 of deltabus itself cannot be replaced.
+
+Where a transport's tails can be woken, the option `notify` is taken here: a URL of its own, that names a channel of
+announcements on a broker.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import difflib
 import importlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,6 +29,8 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urls
 from deltabus.bus.errors import MissingExtraError, UnknownSchemeError, UsageError
 from deltabus.bus.transport import Transport
 
+from .notified import NotifiedTransport
+from .notifier import Notifier, WakeableTransport
 from .options import Option, is_secret, read_options
 
 __all__ = ["Address", "Backend", "known_schemes", "open_transport"]
@@ -49,8 +54,42 @@ class _Target:
 
 _TARGETS = {
     "file": _Target("deltabus.transports.file:FileTransport", "pip install deltabus"),
+    "hf": _Target("deltabus.transports.hub:HubTransport", "pip install deltabus"),
+    "http": _Target("deltabus.transports.http:HttpTransport", "pip install deltabus"),
+    "https": _Target("deltabus.transports.http:HttpTransport", "pip install deltabus"),
     "memory": _Target("deltabus.transports.memory:MemoryTransport", "pip install deltabus"),
+    "s3": _Target("deltabus.transports.s3:S3Transport", "pip install deltabus"),
+    "nats": _Target("deltabus.transports.nats:NatsTransport", "pip install deltabus"),
+    "tls": _Target("deltabus.transports.nats:NatsTransport", "pip install deltabus"),
 }
+_FSSPEC = "fsspec+"
+"""What a scheme begins with that names a protocol of fsspec."""
+
+_TARGETS |= {
+    scheme: _Target("deltabus.transports.filesystems:FilesystemTransport", f"pip install {package}")
+    for scheme, package in {
+        "abfs": "adlfs",
+        "az": "adlfs",
+        "fsspec": "fsspec",
+        "gcs": "gcsfs",
+        "gs": "gcsfs",
+        "sftp": "paramiko",
+        "smb": "smbprotocol",
+        "ssh": "paramiko",
+    }.items()
+}
+
+_NOTIFIERS = {
+    scheme: _Target("deltabus.transports.nats.notifier:NatsNotifier", "pip install deltabus")
+    for scheme in ("nats", "tls")
+}
+_NOTIFY = Option(
+    name="notify",
+    parse=str,
+    default=None,
+    help="percent-encoded URL of a channel of announcements, such as nats://host:4222/run-7",
+    secret=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +156,38 @@ def open_transport(url: str | os.PathLike[str], **options: object) -> Transport:
     parts, given = _split(url)
     backend = _load(parts.scheme)
     given |= {name: str(value) for name, value in options.items()}
+    if not issubclass(backend, WakeableTransport):
+        address, values = _read(parts, given, backend.options)
+        return backend.from_address(address, **values)
+    address, values = _read(parts, given, (*backend.options, _NOTIFY))
+    channel = values.pop(_NOTIFY.name)
+    notifier = None if channel is None else _open_notifier(str(channel))
+    store = backend.from_address(address, **values)
+    if notifier is None:
+        return store
+    assert isinstance(store, WakeableTransport)
+    return NotifiedTransport(store, notifier)
+
+
+def _open_notifier(url: str) -> Notifier:
+    """Return the channel of announcements that a URL names."""
+    if "://" not in url:
+        raise UsageError("the option 'notify' is no URL; write one such as nats://host:4222/run-7, percent-encoded")
+    parts, given = _split(url)
+    if parts.scheme not in _NOTIFIERS:
+        there = ", ".join(f"{name}://" for name in sorted(_NOTIFIERS))
+        raise UnknownSchemeError(f"the option 'notify' has a {parts.scheme}:// URL; there are {there}")
+    target = _NOTIFIERS[parts.scheme]
+    kind = _import(target.path, parts.scheme, target.install)
+    address, values = _read(parts, given, kind.options)
+    notifier: Notifier = kind.from_address(address, **values)
+    return notifier
+
+
+def _read(
+    parts: SplitResult, given: Mapping[str, str], declared: Sequence[Option]
+) -> tuple[Address, dict[str, object]]:
+    """Return what a URL says: where, and a value for each declared option."""
     # File names need not be UTF-8; the system's own way to carry such bytes in a string goes through unharmed.
     path = unquote(parts.path, errors="surrogateescape")
     if "\0" in path:
@@ -124,8 +195,8 @@ def open_transport(url: str | os.PathLike[str], **options: object) -> Transport:
     credentials, _, host = parts.netloc.rpartition("@")
     username, colon, password = credentials.partition(":")
     place = f"{parts.scheme}://{host}{quote(path, safe='/@:+=,~', errors='surrogateescape')}"
-    values = read_options(backend.options, given, where=place)
-    shown = {name: text for name, text in given.items() if not is_secret(name, backend.options)}
+    values = read_options(declared, given, where=place)
+    shown = {name: text for name, text in given.items() if not is_secret(name, declared)}
     address = Address(
         scheme=parts.scheme,
         host=host,
@@ -134,7 +205,7 @@ def open_transport(url: str | os.PathLike[str], **options: object) -> Transport:
         password=unquote(password) if colon else None,
         text=f"{place}?{urlencode(shown)}" if shown else place,
     )
-    return backend.from_address(address, **values)
+    return address, values
 
 
 def _split(url: str | os.PathLike[str]) -> tuple[SplitResult, dict[str, str]]:
@@ -177,8 +248,9 @@ def _split(url: str | os.PathLike[str]) -> tuple[SplitResult, dict[str, str]]:
 
 def _load(scheme: str) -> type[Backend]:
     """Return the class that serves a scheme."""
-    points = [] if scheme in _TARGETS else sorted(entry_points(group=_GROUP, name=scheme))
-    if scheme not in _TARGETS and not points:
+    key = "fsspec" if scheme.startswith(_FSSPEC) else scheme
+    points = [] if key in _TARGETS else sorted(entry_points(group=_GROUP, name=scheme))
+    if key not in _TARGETS and not points:
         known = known_schemes()
         nearest = difflib.get_close_matches(scheme, known, n=1)
         hint = f"did you mean {nearest[0]}://? " if nearest else ""
@@ -188,12 +260,17 @@ def _load(scheme: str) -> type[Backend]:
         path, package = points[0].value, points[0].dist
         install = f"pip install {package.name}" if package else f"install the package of {points[0].module}"
     else:
-        path, install = _TARGETS[scheme].path, _TARGETS[scheme].install
+        path, install = _TARGETS[key].path, _TARGETS[key].install
+    backend: type[Backend] = _import(path, scheme, install)
+    return backend
+
+
+def _import(path: str, scheme: str, install: str) -> Any:  # noqa: ANN401 - whatever stands there
+    """Return what stands at `module:name`, for URLs of a scheme."""
     module, _, name = path.partition(":")
     try:
-        backend: type[Backend] = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise MissingExtraError(
             f"{scheme}:// needs a library that is not installed ({error}); run: {install}"
         ) from error
-    return backend

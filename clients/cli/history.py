@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from deltabus.bus.errors import MessageFormatError
-from deltabus.bus.message import Kind, Message, decode_message
+from deltabus.bus.errors import MessageFormatError, SignatureError
+from deltabus.bus.logs import Link, admit
+from deltabus.bus.message import Kind, Message
+from deltabus.bus.signing import KeyRing
 from deltabus.bus.transport import Record
 
-__all__ = ["Problem", "check_log", "decode_log"]
+__all__ = ["Problem", "check_log", "decode_log", "group_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,23 @@ class Problem:
         return f"{self.writer} at {self.position}{f', {self.key}' if self.key else ''}: {self.what}"
 
 
-def decode_log(topic: str, writer: str, records: Iterable[Record]) -> tuple[list[Message], list[Problem]]:
-    """Return the messages of a log that can be read, and a problem for each that cannot, and for each hole.
+def decode_log(
+    topic: str, writer: str, records: Iterable[Record], *, keys: KeyRing | None = None
+) -> tuple[list[Message], list[Problem]]:
+    """Return the messages of a log that can be trusted, and a problem for each that cannot, and for each hole.
 
     A log may begin behind position 0: retention removes what is old.
+
+    Args:
+        topic: Named in problems.
+        writer: Whose log.
+        records: By position.
+        keys: Whose messages are believed; None believes everybody.
     """
     messages: list[Message] = []
     problems: list[Problem] = []
     due: int | None = None
+    link: Link | None = None
     for record in records:
         if due is not None and record.position != due:
             missing = f"{due}" if record.position == due + 1 else f"{due} to {record.position - 1}"
@@ -50,9 +61,12 @@ def decode_log(topic: str, writer: str, records: Iterable[Record]) -> tuple[list
             problems.append(Problem(writer, due, None, what))
         due = record.position + 1
         try:
-            messages.append(decode_message(record.data, topic=topic, writer=writer, position=record.position))
-        except MessageFormatError as error:
+            message, link = admit(record, topic=topic, writer=writer, keys=keys, after=link)
+            messages.append(message)
+        except (MessageFormatError, SignatureError) as error:
             problems.append(Problem(writer, record.position, None, str(error)))
+            # What follows is held against what stands there, so that each fault is told once.
+            link = None if link is None else Link.behind(record, link.log_id)
     return messages, problems
 
 
@@ -61,6 +75,7 @@ def check_log(messages: Sequence[Message], *, whole: bool) -> list[Problem]:
 
     Epochs do not fall, and within an epoch the group stays the same. Versions rise, unless a message leads once more to
     a version, with its digest and schema. A delta starts from a version that is there, with its digest and schema.
+    Where a log begins behind position 0, a message may lead once more to a version that retention removed.
 
     Args:
         messages: By position.
@@ -68,6 +83,10 @@ def check_log(messages: Sequence[Message], *, whole: bool) -> list[Problem]:
     """
     problems: list[Problem] = []
     reached: dict[int, Message] = {}
+    # Versions below this one, and those that deltas start from, may have been removed.
+    lost_below = messages[0].version if messages and messages[0].position > 0 else 0
+    removed: set[int] = set()
+    newest = 0
     previous: Message | None = None
 
     def wrong(message: Message, what: str) -> None:
@@ -76,8 +95,8 @@ def check_log(messages: Sequence[Message], *, whole: bool) -> list[Problem]:
     for message in messages:
         if previous is not None and message.epoch < previous.epoch:
             wrong(message, f"epoch {message.epoch} follows epoch {previous.epoch}: an old process wrote once more")
-        if previous is not None and message.epoch == previous.epoch and message.group != previous.group:
-            wrong(message, f"the group is {message.group}, but was {previous.group} in the same epoch")
+        if previous is not None and message.epoch == previous.epoch and group_text(message) != group_text(previous):
+            wrong(message, f"the group is {group_text(message)}, but was {group_text(previous)} in the same epoch")
         if message.kind is Kind.DELTA:
             start = message.base[message.writer]
             base = reached.get(start)
@@ -86,15 +105,24 @@ def check_log(messages: Sequence[Message], *, whole: bool) -> list[Problem]:
                     wrong(message, f"it starts from version {start} with {what}")
             elif whole:
                 wrong(message, f"it starts from version {start}, which no message leads to")
+            elif lost_below:
+                removed.add(start)
         known = reached.get(message.version)
         if known is not None:
             for what in _differences(known, message.digest_after, message):
                 wrong(message, f"it leads once more to version {message.version}, with {what}")
-        elif reached and message.version < max(reached):
-            wrong(message, f"version {message.version} is new, but follows version {max(reached)}")
+        elif lost_below <= message.version < newest and message.version not in removed:
+            wrong(message, f"version {message.version} is new, but follows version {newest}")
         reached.setdefault(message.version, message)
+        newest = max(newest, message.version)
         previous = message
     return problems
+
+
+def group_text(message: Message) -> str:
+    """Return who makes a cut with a message's writer, for people."""
+    names = f"{message.ranks} ranks" if message.ranks else ", ".join(sorted(message.group))
+    return f"{names}, generation {message.generation}" if message.generation else names
 
 
 def _differences(reached: Message, digest: int | None, message: Message) -> list[str]:

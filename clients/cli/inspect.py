@@ -165,10 +165,15 @@ def print_inspection(found: dict[str, Any]) -> None:
         _print_message(found["message"])
 
 
+def _group(message: dict[str, Any]) -> str:
+    names = f"of {message['ranks']} ranks" if message["ranks"] else ", ".join(message["group"])
+    return f"{names}, generation {message['generation']}" if message["generation"] else names
+
+
 def _print_message(message: dict[str, Any]) -> None:
     base = " ".join(f"{writer}@{version}" for writer, version in message["base"].items()) or "nothing"
     rows = [
-        ["writer", f"{message['writer']}, epoch {message['epoch']}, group {', '.join(message['group'])}"],
+        ["writer", f"{message['writer']}, epoch {message['epoch']}, group {_group(message)}"],
         ["position", str(message["position"])],
         ["kind", message["kind"]],
         ["step", str(message["step"])],
@@ -176,7 +181,7 @@ def _print_message(message: dict[str, Any]) -> None:
         ["digest", f"{message['digest_before'] or 'nothing'} -> {message['digest_after']}"],
         ["changed", f"{message['changed']} of {message['total']} elements, {share_text(message['density'])}"],
         ["payload", f"{size_text(message['bytes'])} in {count_text(len(message['blobs']), 'part')}"],
-        ["signed", "yes" if message["signed"] else "no"],
+        ["signed", f"by key {message['key']}, not checked" if message["signed"] else "no"],
         *(["part", f"{blob['key']}, {blob['bytes']} bytes, sha256 {blob['sha256']}"] for blob in message["blobs"]),
         ["schema", f"{message['schema']['key']}, {message['schema']['bytes']} bytes"],
         *(["metadata", f"{key}={value}"] for key, value in sorted(message["metadata"].items())),

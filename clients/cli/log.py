@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deltabus.bus.message import Kind, Message
+from deltabus.bus.signing import KeyRing, seal_of
 
 from .output import age_text, count_text, print_table, share_text, size_text
 from .topic import read_topic
@@ -13,10 +14,12 @@ from .topic import read_topic
 __all__ = ["print_log", "read_log", "row_of", "totals_of"]
 
 _COLUMNS = ("writer", "version", "position", "step", "kind", "epoch", "size", "density", "bits", "encodings", "age")
-_IF_ANY = ("held", "metadata")
+_IF_ANY = ("held", "metadata", "key")
 
 
-def read_log(url: str, *, writer: str | None = None, last: int | None = None, now: float) -> dict[str, Any]:
+def read_log(
+    url: str, *, writer: str | None = None, last: int | None = None, now: float, keys: KeyRing | None = None
+) -> dict[str, Any]:
     """Return what a topic's logs say, ready for JSON.
 
     Args:
@@ -24,14 +27,16 @@ def read_log(url: str, *, writer: str | None = None, last: int | None = None, no
         writer: Whose log; None is all.
         last: How many of the newest messages of each log to list; None is all. Totals always cover all.
         now: The present, in seconds since 1970, for the age of messages.
+        keys: Whose messages are believed; None believes everybody.
 
     Raises:
         UsageError: If the URL is wrong, or there is no such writer.
         RetentionGapError: If nothing was published there.
         MessageFormatError: If a record cannot be read.
+        SignatureError: If keys are given, and a record does not show that it belongs where it stands.
         TransportError: If the topic cannot be reached.
     """
-    topic = read_topic(url)
+    topic = read_topic(url, keys=keys)
     messages = topic.messages if writer is None else topic.log_of(writer)
     logs: dict[str, list[Message]] = {}
     for message in messages:
@@ -47,9 +52,9 @@ def read_log(url: str, *, writer: str | None = None, last: int | None = None, no
 def row_of(message: Message, *, now: float) -> dict[str, Any]:
     """Return what a message says of itself, ready for JSON.
 
-    Sizes are in bytes, times in seconds, digests and checksums in hexadecimal.
+    Sizes are in bytes, times in seconds, digests, checksums and the key's id (None when unsigned) in hexadecimal.
     """
-    before = message.digest_before
+    before, seal = message.digest_before, seal_of(message)
     return {
         "writer": message.writer,
         "position": message.position,
@@ -59,6 +64,8 @@ def row_of(message: Message, *, now: float) -> dict[str, Any]:
         "kind": str(message.kind),
         "epoch": message.epoch,
         "group": list(message.group),
+        "ranks": message.ranks,
+        "generation": message.generation,
         "bytes": message.nbytes,
         "parts": len(message.blobs),
         "changed": message.stats.changed,
@@ -72,6 +79,7 @@ def row_of(message: Message, *, now: float) -> dict[str, Any]:
         "created": message.created,
         "age": now - message.created,
         "metadata": dict(message.metadata),
+        "key": None if seal is None else seal.key_id.hex(),
     }
 
 
@@ -100,7 +108,9 @@ def print_log(log: dict[str, Any]) -> None:
     columns = [*_COLUMNS, *(name for name in _IF_ANY if any(row[name] for row in rows))]
     cells = [_cells(row) for row in rows]
     print_table(
-        columns, [[row[name] for name in columns] for row in cells], left=("writer", "kind", "encodings", "metadata")
+        columns,
+        [[row[name] for name in columns] for row in cells],
+        left=("writer", "kind", "encodings", "metadata", "key"),
     )
     totals = log["totals"]
     print(
@@ -117,12 +127,13 @@ def print_log(log: dict[str, Any]) -> None:
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     is_delta = row["kind"] == Kind.DELTA
+    is_skip = is_delta and row["base"][row["writer"]] < row["version"] - 1
     return {
         "writer": row["writer"],
         "version": str(row["version"]),
         "position": str(row["position"]),
         "step": str(row["step"]),
-        "kind": row["kind"],
+        "kind": row["kind"] if not is_skip else f"delta from {row['base'][row['writer']]}",
         "epoch": str(row["epoch"]),
         "size": size_text(row["bytes"]),
         "density": share_text(row["density"]) if is_delta else "",
@@ -131,6 +142,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "age": age_text(row["age"]),
         "held": f"{row['held']:,}",
         "metadata": " ".join(f"{key}={value}" for key, value in sorted(row["metadata"].items())),
+        "key": row["key"] or "",
     }
 
 

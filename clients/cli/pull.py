@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from deltabus.bus.core import TopicReader
-from deltabus.bus.errors import (
-    AccessDeniedError,
-    ClientError,
-    DeltabusError,
-    RetentionGapError,
-    StorageFullError,
-    TransportError,
-    UsageError,
-)
+from deltabus.bus.errors import ClientError, RetentionGapError, UsageError
 from deltabus.bus.message import Blob, Message
 from deltabus.bus.planner import plan
+from deltabus.bus.sequencer import Sequencer
+from deltabus.bus.signing import KeyRing
 from deltabus.bus.transport import Transport
 from deltabus.bus.version import VersionVector
+from deltabus.codecs.assembly import assemble
 from deltabus.codecs.changes import Bits
 from deltabus.codecs.checkpoint import save_checkpoint
+from deltabus.codecs.held import to_host
 from deltabus.codecs.shadow import Shadow
-from deltabus.stager import Stager, in_thread
+from deltabus.codecs.state import State, collect
+from deltabus.disk import disk_errors, sync_directory
+from deltabus.fetching import in_thread
+from deltabus.stager import Stager
 from deltabus.transports import open_transport
 from deltabus.workers import usable_cores
 
@@ -41,6 +40,7 @@ from .topic import Topic, read_topic, version_ranges
 __all__ = ["Pulled", "pull_version"]
 
 _DOWNLOADS = 4
+_AGAIN = "then run the same command again: what was fetched is kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Pulled:
 
     Attributes:
         url: The topic.
-        writer: Whose version.
-        version: Its number.
+        writer: Whose version; the names of all where several make it together.
+        version: Its number; of several writers the sum of theirs.
         step: The training step that it belongs to.
         directory: Where the checkpoint lies.
         files: Its files, the index included.
@@ -79,6 +79,7 @@ def pull_version(
     version: int | None = None,
     writer: str | None = None,
     force: bool = False,
+    keys: KeyRing | None = None,
     meter: Meter | None = None,
 ) -> Pulled:
     """Rebuild a version, check it against its digest, and write it as a checkpoint.
@@ -89,57 +90,77 @@ def pull_version(
     Args:
         url: The topic.
         directory: Where the checkpoint is to lie; must not be there, or be empty.
-        version: Which version; None is the newest.
-        writer: Whose; needed where a topic has several writers.
+        version: Which version; None is the newest. Of several writers' the sum of theirs, as `Update.version`.
+        writer: Whose; None is the state that all make together.
         force: Whether to replace a directory that is not empty, with everything in it.
+        keys: Whose messages are believed; None believes everybody.
         meter: Is told how far it is.
 
     Raises:
         UsageError: If an argument or the URL is wrong, or the directory is taken.
         RetentionGapError: If the version is not in the topic, or can no longer be rebuilt.
         MessageFormatError: If a record or schema cannot be read.
+        SignatureError: If keys are given, and a record does not show that it belongs where it stands.
         CorruptPayloadError: If a payload is damaged, or does not lead to the digest that its message says.
         DivergedError: If the topic's history was changed.
+        SchemaMismatchError: If what the writers hold makes no whole tensors.
         TransportError: If the topic cannot be reached, or the disk is full or refuses.
         ClientError: If another pull to this directory is running.
     """
     meter = meter or Silent()
     target = Path(os.path.realpath(directory))
     hidden = target.parent / f".{target.name}.deltabus-pull"
-    with _disk_errors(target):
+    with disk_errors(target, then=_AGAIN):
         _check_target(target, force=force)
-        topic = read_topic(url)
-        path = _path_to(topic, writer, version)
+        topic = read_topic(url, keys=keys)
+        paths = _paths_to(topic, writer, version)
         _check_apart(topic.url, target)
         with _locked(hidden):
             _bring_back(target, hidden)
             _check_target(target, force=force)
             blobs = _KeptBlobs(hidden)
             with ThreadPoolExecutor(usable_cores(), thread_name_prefix="deltabus-decode") as pool:
-                shadow = asyncio.run(_rebuild(url, path, blobs, pool, meter))
+                state = asyncio.run(_rebuild(url, paths, blobs, pool, meter))
             build = hidden / "checkpoint"
             shutil.rmtree(build, ignore_errors=True)
-            meter.begin("writing", shadow.schema.nbytes)
-            names = [file.name for file in save_checkpoint(build, shadow.schema, _metered(shadow, meter))]
+            meter.begin("writing", state.schema.nbytes)
+            names = [file.name for file in save_checkpoint(build, state.schema, _metered(state, meter))]
             _put_in_place(build, target, hidden, force=force)
             shutil.rmtree(hidden)
     files = tuple(target / name for name in names)
     return Pulled(
         url=topic.url,
-        writer=path[-1].writer,
-        version=path[-1].version,
-        step=path[-1].step,
+        writer=", ".join(path[-1].writer for path in paths),
+        version=sum(path[-1].version for path in paths),
+        step=max(path[-1].step for path in paths),
         directory=target,
         files=files,
         nbytes=sum(file.stat().st_size for file in files),
-        messages=len(path),
+        messages=sum(map(len, paths)),
         fetched=blobs.fetched,
-        kept=sum(blob.size for blob in _blobs_of(path)) - blobs.fetched,
+        kept=sum(blob.size for blob in _blobs_of(chain.from_iterable(paths))) - blobs.fetched,
     )
 
 
+def _paths_to(topic: Topic, writer: str | None, version: int | None) -> list[tuple[Message, ...]]:
+    """Return the messages that lead from nothing to the version, writer by writer."""
+    if writer is not None or len({message.writer for message in topic.messages}) == 1:
+        return [_path_to(topic, writer, version)]
+    sequencer = Sequencer.of(topic.messages, topic=topic.url)
+    target = sequencer.newest_cut()
+    if version is not None:
+        target, state = None, VersionVector()
+        while (cut := sequencer.next_cut(state)) is not None and target is None:
+            state = cut.state
+            target = cut if sum(state.values()) == version else None
+    if target is None:
+        wanted = "no state that all writers have reached" if version is None else f"no version {version} of all writers"
+        raise RetentionGapError(f"{topic.url} has {wanted}; choose one with --writer", topic=topic.url)
+    return list(sequencer.plan(have=None, target=target.state).by_writer.values())
+
+
 def _path_to(topic: Topic, writer: str | None, version: int | None) -> tuple[Message, ...]:
-    """Return the messages that lead from nothing to the version."""
+    """Return the messages that lead from nothing to a version of one writer."""
     log = topic.log_of(writer)
     if version is not None and all(message.version != version for message in log):
         raise RetentionGapError(
@@ -151,27 +172,33 @@ def _path_to(topic: Topic, writer: str | None, version: int | None) -> tuple[Mes
     return plan(log, have=None, target=VersionVector({log[0].writer: wanted})).messages
 
 
-def _blobs_of(path: Sequence[Message]) -> list[Blob]:
+def _blobs_of(path: Iterable[Message]) -> list[Blob]:
     """Return the blobs that messages name, schemas included, each once."""
     return list({blob.checksum: blob for message in path for blob in (message.schema, *message.blobs)}.values())
 
 
 async def _rebuild(
-    url: str, path: Sequence[Message], blobs: _KeptBlobs, pool: ThreadPoolExecutor, meter: Meter
-) -> Shadow:
+    url: str, paths: Sequence[Sequence[Message]], blobs: _KeptBlobs, pool: ThreadPoolExecutor, meter: Meter
+) -> Shadow | State:
     """Fetch what is missing, then go through the messages one by one."""
     async with open_transport(url) as transport:
         reader = _KeepingReader(transport, blobs)
-        wanted = _blobs_of(path)
+        wanted = _blobs_of(chain.from_iterable(paths))
         meter.begin("fetching", sum(blob.size for blob in wanted))
         await _fetch_all(reader, wanted, meter)
-        meter.begin("rebuilding", sum(message.nbytes for message in path))
-        stager = Stager(reader, pool)
-        for message in path:
-            (await stager.stage([message])).release()
-            meter.advance(message.nbytes)
-        assert stager.shadow is not None
-        return stager.shadow
+        meter.begin("rebuilding", sum(message.nbytes for path in paths for message in path))
+        shadows: list[Shadow] = []
+        for path in paths:
+            stager = Stager(reader, pool)
+            for message in path:
+                (await stager.stage(message)).release()
+                meter.advance(message.nbytes)
+            assert stager.shadow is not None
+            shadows.append(stager.shadow)
+    only = shadows[0]
+    if len(shadows) == 1 and all(spec.whole == spec.shape for spec in only.schema.tensors):
+        return only
+    return collect(await in_thread(assemble, [(shadow.schema, shadow.read) for shadow in shadows]))
 
 
 async def _fetch_all(reader: TopicReader, blobs: Sequence[Blob], meter: Meter) -> None:
@@ -239,9 +266,9 @@ class _KeepingReader(TopicReader):
         return data
 
 
-def _metered(shadow: Shadow, meter: Meter) -> Callable[[int], Bits]:
+def _metered(state: Shadow | State, meter: Meter) -> Callable[[int], Bits]:
     def read(index: int) -> Bits:
-        bits = shadow.read(index)
+        bits = to_host(state.read(index))
         meter.advance(bits.nbytes)
         return bits
 
@@ -301,30 +328,4 @@ def _put_in_place(build: Path, target: Path, hidden: Path, *, force: bool) -> No
         if swapped:
             replaced.rename(target)
         raise
-    _sync(target.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    """Turn errors of the disk that is written to into ours."""
-    try:
-        yield
-    except DeltabusError:
-        raise
-    except OSError as error:
-        failed = f"cannot write {target}: {error.strerror or error}"
-        url = target.as_uri()
-        again = "then run the same command again: what was fetched is kept"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise StorageFullError(f"{failed}; make room there, {again}", url=url) from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-            raise AccessDeniedError(f"{failed}; choose a directory that may be written, {again}", url=url) from error
-        raise TransportError(f"{failed}; look at the disk, {again}", url=url) from error
+    sync_directory(target.parent)

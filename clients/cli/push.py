@@ -15,9 +15,11 @@ import torch
 
 from deltabus.bus.errors import RetentionGapError, UsageError
 from deltabus.bus.message import Message, check_writer_name
+from deltabus.bus.signing import KeyRing
 from deltabus.codecs.checkpoint import load_checkpoint
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.state import collect
+from deltabus.keys import Key, signing_key, verify_keys
 from deltabus.publisher import Publisher
 from deltabus.sender import newest_state
 from deltabus.workers import usable_cores
@@ -119,6 +121,8 @@ def push_checkpoints(
     writer: str = "trainer",
     dtype: str | None = None,
     anchor: str = "adaptive",
+    key: Key | None = None,
+    keys: Sequence[Key] | None = None,
     meter: Meter | None = None,
 ) -> Pushed:
     """Publish checkpoints, each as a version, in the order given.
@@ -132,6 +136,8 @@ def push_checkpoints(
         writer: The name of the log.
         dtype: The dtype in which floating-point tensors are published, such as `bf16`; None is each tensor's own.
         anchor: When to publish the whole state besides, as `Publisher` takes it.
+        key: Signs every message, as `Publisher` takes it.
+        keys: Whose messages are accepted besides, as `Publisher` takes them.
         meter: Is told how far it is.
 
     Raises:
@@ -140,6 +146,8 @@ def push_checkpoints(
         SchemaMismatchError: If a checkpoint has a tensor twice.
         UnsupportedTensorError: If a tensor cannot be published.
         MessageFormatError: If what lies under the URL is not a topic.
+        SignatureError: If there is a key, and the topic has messages that no accepted key signed; or none, and they
+            are.
         PublishError: If a checkpoint could not be stored.
         FencedError: If another process took this writer's log over.
         WaitTimeoutError: If the backend is too slow.
@@ -149,7 +157,10 @@ def push_checkpoints(
     check_writer_name(writer)
     kind = _dtype_of(dtype)
     sizes = [_size_of(checkpoint, kind) for checkpoint in checkpoints]
-    before = _log_of(url, writer)
+    signs, accepted = signing_key(key), verify_keys(keys)
+    if signs is not None:
+        accepted = KeyRing([signs.verify_key]) if accepted is None else accepted.joined(signs.verify_key)
+    before = _log_of(url, writer, accepted)
     newest = newest_state(before)
     match = None if newest is None else _find_version(checkpoints, newest, kind)
     begin = 0 if match is None else match + 1
@@ -160,13 +171,15 @@ def push_checkpoints(
         dtype=kind,
         anchor=anchor,
         on_busy="wait",
+        key=signs,
+        keys=keys,
     ) as publisher:
         shown = publisher.url
         meter.begin("publishing", sum(sizes[begin:]))
         for checkpoint, size in zip(checkpoints[begin:], sizes[begin:], strict=True):
             publisher.publish(checkpoint.step, load_checkpoint(checkpoint.path)).result()
             meter.advance(size)
-    after = _log_of(url, writer)
+    after = _log_of(url, writer, accepted)
     return Pushed(shown, tuple(checkpoints[:begin]), tuple(after[len(before) :]))
 
 
@@ -181,9 +194,9 @@ def _size_of(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
     return collect(load_checkpoint(checkpoint.path), dtype=dtype).schema.nbytes
 
 
-def _log_of(url: str, writer: str) -> list[Message]:
+def _log_of(url: str, writer: str, keys: KeyRing | None) -> list[Message]:
     try:
-        return [message for message in read_topic(url).messages if message.writer == writer]
+        return [message for message in read_topic(url, keys=keys).messages if message.writer == writer]
     except RetentionGapError:
         return []
 

@@ -1,21 +1,23 @@
-"""Going through a log with one state in memory: each delta applied, each anchor compared."""
+"""Going through a log with one state in memory: each delta applied, each anchor and each skip delta compared.
+
+Where a skip delta starts from a version that was passed before, a snapshot of that version is kept: what changed since.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from deltabus.bus.errors import CorruptPayloadError
 from deltabus.bus.message import Kind, Message
 from deltabus.codecs.changes import Bits
 from deltabus.codecs.container import decode_anchor, decode_delta
-from deltabus.codecs.digest import digest_delta, digest_of
+from deltabus.codecs.digest import advanced, digest_delta, digest_of
 from deltabus.codecs.schema import Schema
-from deltabus.codecs.shadow import Shadow
+from deltabus.codecs.shadow import Shadow, Snapshot
 
 __all__ = ["Replay"]
-
-_MASK = (1 << 64) - 1
 
 
 class Replay:
@@ -23,25 +25,36 @@ class Replay:
 
     Args:
         pool: Where decoding runs in parallel.
+        log: The messages that will be taken, by position.
     """
 
-    def __init__(self, pool: Executor) -> None:
+    def __init__(self, pool: Executor, log: Sequence[Message]) -> None:
         self._pool = pool
+        self._awaited = Counter(message.base[message.writer] for message in _skips(log))
+        self._passed: dict[int, Snapshot] = {}
         self._shadow: Shadow | None = None
         self._version = 0
         self._digests: dict[int, int] = {}
 
+    @property
+    def bases(self) -> set[int]:
+        """The versions that a delta may start from now."""
+        return {self._version, *self._passed}
+
     def can_take(self, message: Message, schema: Schema) -> bool:
-        """Return whether the message can be decoded: an anchor always, a delta if it starts from the state held."""
+        """Return whether the message can be decoded: an anchor always, a delta if what it starts from is held."""
         if message.kind is Kind.ANCHOR:
             return True
+        if self._is_skip(message):
+            passed = self._passed.get(message.base[message.writer])
+            return passed is not None and passed.schema == schema
         held = self._version > 0 and self._version == message.base[message.writer]
         return held and self._shadow is not None and self._shadow.schema == schema
 
     def take(self, message: Message, schema: Schema, parts: Iterable[bytes]) -> None:
         """Decode a message and check where it leads; on an error the state is that from before, or none.
 
-        An anchor of a version that was reached already is only compared with it.
+        An anchor, or a delta from an older base, of a version that was reached already is only compared with it.
 
         Raises:
             CorruptPayloadError: If the payload is damaged, or leads to another digest than its message says, or than
@@ -51,8 +64,29 @@ class Replay:
         """
         if message.kind is Kind.ANCHOR:
             self._take_anchor(message, schema, parts)
+        elif self._is_skip(message):
+            self._take_skip(message, schema, parts)
         else:
             self._take_delta(message, schema, parts)
+
+    def _is_skip(self, message: Message) -> bool:
+        return message.kind is Kind.DELTA and message.version in self._digests
+
+    def _take_skip(self, message: Message, schema: Schema, parts: Iterable[bytes]) -> None:
+        base = message.base[message.writer]
+        held, known = self._digests[base], self._digests[message.version]
+        if message.digest_before != held:
+            raise _misled("its delta starts from", held, message.digest_before)
+        changes = decode_delta(parts, schema, self._passed[base].read, pool=self._pool)
+        digest = advanced(held, digest_delta(changes))
+        if digest != known:
+            what = f"version {message.version} was reached by deltas, and its delta from version {base} leads to"
+            raise _misled(what, digest, known)
+        if digest != message.digest_after:
+            raise _misled("its delta leads to", digest, message.digest_after)
+        self._awaited[base] -= 1
+        if not self._awaited[base]:
+            self._passed.pop(base).release()
 
     def _take_delta(self, message: Message, schema: Schema, parts: Iterable[bytes]) -> None:
         shadow = self._shadow
@@ -61,7 +95,7 @@ class Replay:
         if message.digest_before != held:
             raise _misled("its delta starts from", held, message.digest_before)
         changes = decode_delta(parts, schema, shadow.read, pool=self._pool)
-        digest = (held + digest_delta(changes)) & _MASK
+        digest = advanced(held, digest_delta(changes))
         if digest != message.digest_after:
             raise _misled("its delta leads to", digest, message.digest_after)
         shadow.advance(changes)
@@ -105,6 +139,17 @@ class Replay:
     def _reached(self, version: int, digest: int) -> None:
         self._version = version
         self._digests[version] = digest
+        if self._awaited[version] > 0 and self._shadow is not None:
+            self._passed[version] = self._shadow.snapshot()
+
+
+def _skips(log: Sequence[Message]) -> Iterator[Message]:
+    """Yield the deltas that lead again to versions that stand before them."""
+    reached: set[int] = set()
+    for message in log:
+        if message.kind is Kind.DELTA and message.version in reached:
+            yield message
+        reached.add(message.version)
 
 
 def _misled(what: str, found: int, said: int | None) -> CorruptPayloadError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deltabus.bus.core import TopicReader
 from deltabus.bus.errors import RetentionGapError, UsageError
 from deltabus.bus.message import Message
+from deltabus.bus.signing import KeyRing
 from deltabus.transports import open_transport
 
 __all__ = ["Topic", "choose_writer", "nothing_published", "read_topic", "version_ranges"]
@@ -35,21 +36,26 @@ class Topic:
         return tuple(message for message in self.messages if message.writer == name)
 
 
-def read_topic(url: str) -> Topic:
+def read_topic(url: str, *, keys: KeyRing | None = None) -> Topic:
     """Return the messages that a topic holds now.
+
+    Args:
+        url: The topic.
+        keys: Whose messages are believed; None believes everybody.
 
     Raises:
         UsageError: If the URL is wrong.
         RetentionGapError: If nothing was published there.
         MessageFormatError: If a record cannot be read.
+        SignatureError: If keys are given, and a record does not show that it belongs where it stands.
         TransportError: If the topic cannot be reached.
     """
-    return asyncio.run(_read(url))
+    return asyncio.run(_read(url, keys))
 
 
-async def _read(url: str) -> Topic:
+async def _read(url: str, keys: KeyRing | None) -> Topic:
     async with open_transport(url) as transport:
-        messages = await TopicReader(transport).load()
+        messages = await TopicReader(transport, keys=keys).load()
         if not messages:
             raise nothing_published(transport.url)
         return Topic(transport.url, tuple(sorted(messages, key=lambda m: (m.writer, m.position))))

@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from deltabus.bridge import LoopThread
 from deltabus.bus.core import TopicReader
 from deltabus.bus.errors import CodecError, CorruptPayloadError, KeyNotFoundError, MessageFormatError, UsageError
 from deltabus.bus.message import Blob, Message
+from deltabus.bus.pruner import trimmed_to
 from deltabus.bus.retry import Retry
+from deltabus.bus.signing import KeyRing
 from deltabus.bus.transport import Record, Transport
 from deltabus.codecs.container import open_part
 from deltabus.codecs.schema import Schema
@@ -75,16 +78,22 @@ class Report:
         }
 
 
-def verify_topic(url: str, *, writer: str | None = None, meter: Meter | None = None) -> Report:
-    """Read all of a topic and compare everything that can be compared; takes the memory of one state.
+def verify_topic(
+    url: str, *, writer: str | None = None, keys: KeyRing | None = None, meter: Meter | None = None
+) -> Report:
+    """Read all of a topic and compare everything that can be compared.
+
+    It takes the memory of one state, and of what changed since the versions that skip deltas to come start from.
 
     Every record is decoded; positions, epochs, versions and digests are held against each other; every blob is compared
-    with its size and SHA-256; every payload is decoded. From the first anchor on, each delta is applied and each anchor
-    compared, by digest, with the state that the deltas led to.
+    with its size and SHA-256; every payload is decoded. From the first anchor on, each delta is applied, and each
+    anchor and skip delta compared, by digest, with the state that the deltas led to; so are deltas before the first
+    anchor that lead on from it.
 
     Args:
         url: The topic.
         writer: Whose log; None is all.
+        keys: Whose messages are believed; what others wrote is a problem, and not followed. None believes everybody.
         meter: Is told how far it is.
 
     Raises:
@@ -98,7 +107,7 @@ def verify_topic(url: str, *, writer: str | None = None, meter: Meter | None = N
         loop.run(transport.__aenter__())
         try:
             with ThreadPoolExecutor(usable_cores(), thread_name_prefix="deltabus-decode") as pool:
-                return _Inspection(transport, loop, pool, meter or Silent()).run(writer)
+                return _Inspection(transport, loop, pool, meter or Silent()).run(writer, keys)
         finally:
             loop.run(transport.close())
     finally:
@@ -143,7 +152,7 @@ class _Inspection:
         self._problems: list[Problem] = []
         self._blobs = self._nbytes = self._replayed = self._unreachable = 0
 
-    def run(self, writer: str | None) -> Report:
+    def run(self, writer: str | None, keys: KeyRing | None) -> Report:
         url = self._transport.url
         names = self._loop.run(Retry().call(f"listing the logs of {url}", self._transport.logs))
         if not names:
@@ -153,16 +162,21 @@ class _Inspection:
         count = 0
         for name in writers:
             records = self._loop.run(read_records(self._transport, name))
-            messages, problems = decode_log(url, name, records)
+            messages, problems = decode_log(url, name, records, keys=keys)
             whole = not problems and records[0].position == 0
             self._problems += problems + check_log(messages, whole=whole)
+            self._check_beginning(name, records[0].position)
             logs.append(messages)
             count += len(records)
         self._meter.begin("verifying", sum(message.nbytes for log in logs for message in log))
         for log in logs:
-            replay = Replay(self._pool)
+            replay = Replay(self._pool, log)
+            waiting: dict[int, deque[Message]] = {}
             for message in log:
-                self._check(message, replay)
+                if self._check(message, replay, waiting):
+                    self._catch_up(replay, waiting)
+            for message in chain.from_iterable(waiting.values()):
+                self._check_unreachable(message)
         return Report(
             url=url,
             writers=tuple(writers),
@@ -174,15 +188,33 @@ class _Inspection:
             problems=tuple(sorted(self._problems, key=lambda p: (p.writer, p.position))),
         )
 
-    def _check(self, message: Message, replay: Replay) -> None:
-        """Check a message's schema and payload, and replay it where the state that it starts from is there."""
-        schema = self._schema(message)
-        parts = deque(message.blobs)
-        if schema is None or not replay.can_take(message, schema):
-            before = len(self._problems)
-            self._check_parts(message, parts)
-            self._unreachable += len(self._problems) == before
+    def _check_beginning(self, log: str, first: int) -> None:
+        """Check that retention removed what is not there any more in front of a log."""
+        if first == 0:
             return
+        said = self._loop.run(trimmed_to(self._transport, log))
+        if said < first:
+            missing = f"{said}" if first == said + 1 else f"{said} to {first - 1}"
+            self._problems.append(
+                Problem(
+                    log,
+                    said,
+                    None,
+                    f"position {missing} is missing, and it was not `deltabus prune` that removed it: restore it from "
+                    "a copy, or publish to a new topic",
+                )
+            )
+
+    def _check(self, message: Message, replay: Replay, waiting: dict[int, deque[Message]]) -> bool:
+        """Check a message, and replay it or let it wait for the state that it starts from; return whether it was."""
+        schema = self._schema(message)
+        if schema is None:
+            self._check_unreachable(message)
+            return False
+        if not replay.can_take(message, schema):
+            waiting.setdefault(message.base[message.writer], deque()).append(message)
+            return False
+        parts = deque(message.blobs)
         try:
             replay.take(message, schema, self._taken(message, parts))
         except _UnreadablePartError:
@@ -193,6 +225,26 @@ class _Inspection:
             self._check_parts(message, parts)
         else:
             self._replayed += 1
+        return True
+
+    def _check_unreachable(self, message: Message) -> None:
+        before = len(self._problems)
+        self._check_parts(message, deque(message.blobs))
+        self._unreachable += len(self._problems) == before
+
+    def _catch_up(self, replay: Replay, waiting: dict[int, deque[Message]]) -> None:
+        """Replay what waited for a state that is there now: retention may leave deltas before their anchor."""
+        found = True
+        while found:
+            found = False
+            for base in replay.bases & waiting.keys():
+                message = waiting[base][0]
+                schema = self._schema(message)
+                if schema is not None and replay.can_take(message, schema):
+                    waiting[base].popleft()
+                    if not waiting[base]:
+                        del waiting[base]
+                    found = self._check(message, replay, waiting)
 
     def _schema(self, message: Message) -> Schema | None:
         """Return a message's schema; None when it cannot be read: a problem of the first message that names it."""

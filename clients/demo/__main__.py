@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: As on the command line; None takes them from there.
     """
     parser = argparse.ArgumentParser(prog="python -m deltabus.demo", description=__doc__)
-    parser.add_argument("--url", help="the topic; by default a temporary directory")
+    parser.add_argument("--url", help="where to make a topic, and remove it; by default a local disk")
     parser.add_argument("--steps", type=int, default=12, help="steps of training (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--keep", action="store_true", help="leave all files where they are")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from deltabus import Subscriber, Update
 
-from .reports import Ready, Stagehand, StepApplied
+from .reports import TOPIC, Ready, Stagehand, StepApplied
 from .training import Encoder, as_bf16, count_differing, load_untrained, write_atomically
 
 __all__ = ["main"]
@@ -39,7 +40,7 @@ class _Follower:
     async def follow(self) -> None:
         """Take updates over until the run's last step."""
         have = None if self.held is None else self.model
-        async with Subscriber(self._options.url, have=have, latest=self._options.latest) as subscriber:
+        async with Subscriber(os.environ[TOPIC], have=have, latest=self._options.latest) as subscriber:
             self._stage.report(Ready(held=self.held))
             async for update in subscriber:
                 update.apply(self.model)
@@ -74,14 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a follower until it has taken over the last step of the run.
 
     Args:
-        arguments: As on the command line; None takes them from there.
+        arguments: As on the command line; None takes them from there. The environment holds the topic.
 
     Raises:
         DeltabusError: If the topic cannot be read.
         TimeoutError: If the last step does not come within the limit.
     """
     parser = argparse.ArgumentParser(description="Follow the demo's trainer.")
-    parser.add_argument("--url", required=True, help="the topic")
     parser.add_argument("--directory", required=True, type=Path, help="where references and saved weights lie")
     parser.add_argument("--run", required=True, help="the name of this run of the demo")
     parser.add_argument("--name", required=True, help="the follower's name")

@@ -1,7 +1,8 @@
 """What the demo's processes tell the stage: one JSON object a line on standard output.
 
 A process is told two things in return, over its standard input: the line `go`, and the end of the file, which means
-that the stage is gone and nobody is left to work for.
+that the stage is gone and nobody is left to work for. The topic's URL may hold secrets, so it is in the environment,
+which others do not see, and not among the arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from msgspec import Struct
 
 from deltabus.bus.errors import MessageFormatError, WaitTimeoutError
 
-__all__ = ["Line", "Ready", "Stagehand", "StepApplied", "StepPublished", "decode_line", "encode_line"]
+__all__ = ["TOPIC", "Line", "Ready", "Stagehand", "StepApplied", "StepPublished", "decode_line", "encode_line"]
+
+TOPIC = "DELTABUS_DEMO_TOPIC"
+"""The environment variable that holds the topic's URL."""
 
 _ORPHANED = 3
 """Exit status of a process whose stage is gone."""

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deltabus.bus.errors import MessageFormatError, MissingExtraError, StorageFullError, UsageError
+from deltabus.bench.backend import remove_topic, topic_below
+from deltabus.bus.errors import DeltabusError, MessageFormatError, MissingExtraError, StorageFullError, UsageError
 from deltabus.transports import open_transport
 
 from .display import Display, choose_display
 from .ledger import Ledger
-from .reports import Line, StepApplied, StepPublished, decode_line
+from .reports import TOPIC, Line, StepApplied, StepPublished, decode_line
 from .script import FOLLOWERS, LATE, TRAINER, Action, Order, Script
 
 __all__ = ["run_demo"]
@@ -30,7 +31,6 @@ _SPACE = 2_000_000_000
 _LOG_LINES = 12
 _FAREWELL_SECONDS = 10.0
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # everything is on this machine
     "OMP_NUM_THREADS": "1",  # five processes share few cores
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -59,7 +59,8 @@ def run_demo(
     """Fine-tune a real model, publish every step, kill things, and compare every follower bit by bit.
 
     Args:
-        url: The topic; None is a temporary directory, removed at the end.
+        url: Where: a topic is made below it, and removed afterwards as far as its transport can; None is a temporary
+            directory.
         steps: Steps of training, at least 4.
         json: Whether to print JSON lines instead of a table.
         keep: Whether to leave the topic, checkpoints, references and the processes' logs where they are.
@@ -81,8 +82,7 @@ def run_demo(
     if url is not None and url.startswith("memory:"):
         raise UsageError(f"{url} lives in one process, and the demo has five; use file:///some/directory")
     script = Script(steps)
-    if url is not None:
-        open_transport(url)  # says what is wrong with it, and connects to nothing yet
+    below = None if url is None else topic_below(url, purpose="demo")
     console = console or Console()
     directory = Path(tempfile.mkdtemp(prefix="deltabus-demo-"))
     try:
@@ -92,10 +92,11 @@ def run_demo(
                 f"the demo needs {_SPACE / 1e9:.0f} GB in {directory.parent}, which has {free / 1e9:.1f} GB left; "
                 "set TMPDIR to a directory on a larger disk"
             )
-        topic = url or (directory / "topic").as_uri()
+        topic = below or (directory / "topic").as_uri()
+        shown = open_transport(topic).url
         ledger = Ledger()
         with choose_display(console, ledger, json=json) as display:
-            display.note(f"the topic is {topic}")
+            display.note(f"the topic is {shown}")
             stage = _Stage(
                 script=script,
                 ledger=ledger,
@@ -104,14 +105,27 @@ def run_demo(
                 url=topic,
                 limit=limit or 240.0 + 10.0 * steps,
             )
-            problems = asyncio.run(stage.play())
-            display.finish(ledger.totals(), problems)
+            try:
+                problems = asyncio.run(stage.play())
+            finally:
+                if below is not None and not keep:
+                    display.note(_remove(below))
             if keep:
-                display.note(f"kept {directory}")
+                display.note(f"kept {shown} and {directory}")
+            display.finish(ledger.totals(), problems)
         return 1 if problems else 0
     finally:
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove(topic: str) -> str:
+    """Remove a topic, and return in words what became of it."""
+    try:
+        left = remove_topic(topic)
+    except DeltabusError as error:
+        return f"the topic could not be removed: {error}"
+    return f"removed the topic; what stays: {left}" if left else "removed the topic"
 
 
 class _Stage:
@@ -191,7 +205,7 @@ class _Stage:
 
     async def _start(self, name: str) -> None:
         life = self._script.lives(name)
-        options = ["--url", self._url, "--directory", str(self._directory), "--run", self._run]
+        options = ["--directory", str(self._directory), "--run", self._run]
         options += ["--steps", str(self._script.steps), "--limit", str(self._limit)]
         if name == TRAINER:
             options += ["--life", str(life)]
@@ -207,7 +221,7 @@ class _Stage:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, TOPIC: self._url},
                 start_new_session=True,  # so that Ctrl-C reaches the stage alone, which then ends them
             )
         self._processes[name] = process

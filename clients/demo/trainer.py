@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from deltabus import Publisher
 from deltabus.bus.message import encode_message
 
-from .reports import Ready, Stagehand, StepPublished
+from .reports import TOPIC, Ready, Stagehand, StepPublished
 from .training import FineTuning, as_bf16, load_pretrained, read_sentences, write_atomically
 
 __all__ = ["main"]
@@ -24,13 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The pretrained weights are published as step 0, and then every step of training.
 
     Args:
-        arguments: As on the command line; None takes them from there.
+        arguments: As on the command line; None takes them from there. The environment holds the topic.
 
     Raises:
         DeltabusError: If the topic cannot be written.
     """
     parser = argparse.ArgumentParser(description="Fine-tune the demo's model and publish each step.")
-    parser.add_argument("--url", required=True, help="the topic")
     parser.add_argument("--directory", required=True, type=Path, help="where the checkpoint and references lie")
     parser.add_argument("--run", required=True, help="the name of this run of the demo")
     parser.add_argument("--life", required=True, type=int, help="how many times this trainer was started")
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training.load(checkpoint)
     have = training.model if resumes else None
 
-    with Publisher(options.url, have=have, dtype=torch.bfloat16, on_busy="wait", timeout=options.limit) as publisher:
+    with Publisher(
+        os.environ[TOPIC], have=have, dtype=torch.bfloat16, on_busy="wait", timeout=options.limit
+    ) as publisher:
         stage.report(Ready(held=training.step if resumes else None))
         stage.wait_for_go(options.limit)
         loss, trained = None, 0.0

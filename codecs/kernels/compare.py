@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from . import kernel
+from . import kernel, loop
+from .words import LANES_BYTES, apart, trailing_zeros
 
-__all__ = ["CHUNK", "find_differing", "first_not_holding", "merge", "scatter"]
+__all__ = ["CHUNK", "Room", "find_differing", "first_not_holding", "merge", "room", "scatter"]
 
 _Bits = npt.NDArray[np.unsignedinteger]
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
 
-CHUNK = 1024
-"""Words that are compared before their elements are looked at."""
+CHUNK = 64
+"""Blocks of `LANES_BYTES` that are compared before their elements are looked at."""
+
+_0, _1 = np.uint64(0), np.uint64(1)  # typed, because a Python int beside an unsigned number would make it a float
 
 
-@kernel
-def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
-    old: _Bits,
-    new: _Bits,
-    old_words: npt.NDArray[np.uint64],
-    new_words: npt.NDArray[np.uint64],
-    offset: int,
-    positions: npt.NDArray[np.uint32],
-    filled: int,
-) -> tuple[int, int]:
-    """Append to `positions[filled:]` where `old` and `new` differ, each plus `offset`.
+class Room(NamedTuple):
+    """What one call of `find_differing` works in.
 
-    The words are the same memory as the elements, 8 bytes at a time. Stops early when the places that are left may not
-    suffice. Returns the number of words compared, and of places filled.
+    Attributes:
+        blocks: Those in which something differs.
+        lanes: And which of their elements.
     """
-    per_word = 8 // old.itemsize
-    candidates = np.empty(CHUNK, np.uint32)
-    # Counting from a constant lets the compiler drop the handling of negative indices.
-    word = 0
-    while word < old_words.size:
-        stop = min(word + CHUNK, old_words.size)
-        # Appending without a branch, first words and then elements, costs less than a branch that is mispredicted at
-        # every change.
+
+    blocks: _U32
+    lanes: _U64
+
+
+def room() -> Room:
+    """Return room for one call of a loop."""
+    return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64))
+
+
+@loop
+def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
+    old: _Bits, new: _Bits, start: int, work: Room, positions: _U32, before: _Bits, after: _Bits, filled: int
+) -> tuple[int, int]:
+    """Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
+
+    Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when the room may not suffice. Returns
+    where it stopped, and how many places are filled.
+    """
+    lanes = LANES_BYTES // old.itemsize
+    while old.size - start >= lanes:
+        blocks = min(CHUNK, (old.size - start) // lanes)
+        if filled + blocks * lanes > positions.size:
+            break
+        # Appending without a branch costs less than a branch that is mispredicted at every change.
         found = 0
-        for k in range(word, stop):
-            candidates[found] = k
-            found += old_words[k] != new_words[k]
-        if filled + found * per_word >= positions.size:
-            return word, filled
-        for c in range(found):
-            first = np.int64(candidates[c]) * per_word
-            for i in range(first, first + per_word):
-                positions[filled] = offset + i
-                filled += old[i] != new[i]
-        word = stop
-    return word, filled
+        for block in range(blocks):
+            differ = apart(old, new, start + block * lanes)
+            work.blocks[found], work.lanes[found] = block, differ
+            found += differ != _0
+        for k in range(found):
+            first, differ = start + int(np.int64(work.blocks[k])) * lanes, work.lanes[k]
+            while differ:
+                at = first + int(np.int64(trailing_zeros(differ)))
+                differ &= differ - _1
+                positions[filled], before[filled], after[filled] = at, old[at], new[at]
+                filled += 1
+        start += blocks * lanes
+    return start, filled
 
 
 @kernel

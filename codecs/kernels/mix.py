@@ -7,9 +7,12 @@ import numpy.typing as npt
 
 from . import kernel
 
-__all__ = ["mix", "sum_at", "sum_run"]
+__all__ = ["MASK", "mix", "sum_at", "sum_run"]
 
 _Bits = npt.NDArray[np.unsignedinteger]
+
+MASK = (1 << 64) - 1
+"""Brings a number of Python, which has no end, into 64 bits: terms and their sums are modulo 2^64."""
 
 # Typed constants: a Python int in the expressions below would turn them into signed or floating-point arithmetic.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report import fill_page, tables
+from report import fill_page, fill_readme, goals_table, tables
 from results import RealRun, Results, combine, goals, published, row
-from rows import AUTOMATIC
-from wire import _exact
+from wire import _exact, _write_docs
 
+from deltabus.bench.rows import AUTOMATIC
 from deltabus.codecs.encodings import ENCODINGS
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 110
+LIMIT_S = 360
+"""Where nothing is compiled yet, a run compiles the loops of three types in two processes first."""
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,27 @@ def test_goals_that_are_missed_say_so(quick):
     assert (fast.met, fast.reached) == (True, "10.00")
 
 
+def test_goals_say_whether_time_goes_with_the_changes(quick):
+    results, _ = quick
+    sparse = [g for g in goals(results) if "O(changed)" in g.what]
+    assert [g.what.split("`")[1] for g in sparse] == ["step", "overwrite"]
+    dense = dataclasses.replace(results, sweep=results.sweep[1:])
+    assert not [g for g in goals(dense) if "O(changed)" in g.what]
+    rows = [dataclasses.replace(each, decode=0.25) for each in results.sweep[0].rows]
+    fast = dataclasses.replace(results, sweep=[dataclasses.replace(results.sweep[0], rows=rows), *results.sweep[1:]])
+    assert all(g.met for g in goals(fast) if "O(changed)" in g.what)
+
+
+def test_memory_of_a_run_is_the_most_of_its_steps(quick):
+    results, _ = quick
+    first = results.whole
+    rows = [dataclasses.replace(each, encode_memory=None, decode_memory=7) for each in first.rows]
+    other = dataclasses.replace(first, rows=rows)
+    assert row(combine("both", [other, other]), AUTOMATIC).encode_memory is None
+    assert row(combine("both", [other, first]), AUTOMATIC).encode_memory == row(first, AUTOMATIC).encode_memory
+    assert row(combine("both", [other, first]), AUTOMATIC).decode_memory >= 7
+
+
 def test_steps_of_a_run_are_added_up(quick):
     results, _ = quick
     one = results.whole
@@ -86,6 +110,31 @@ def test_the_page_is_filled_in_and_again(quick):
         assert f"### {table.title}\n" in filled
     with pytest.raises(ValueError, match="the page needs"):
         fill_page("no place", results)
+
+
+def test_readme_gets_the_goals_alone(quick):
+    results, _ = quick
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    filled = fill_readme(page, results)
+    assert fill_readme(filled, results) == filled
+    assert goals_table(results).markdown(titled=False) in filled
+    assert "### Machine" not in filled
+    assert filled.startswith(page.partition("<!-- figures")[0])
+
+
+def test_pages_are_renewed_where_they_lie(quick, tmp_path):
+    pytest.importorskip("matplotlib")
+    results, _ = quick
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("README.md", "docs/benchmarks.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    _write_docs(results, docs)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8").count("| met |") == 1
+    assert "encode memory" in (docs / "benchmarks.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").unlink()
+    _write_docs(results, docs)
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_pictures_are_drawn(quick, tmp_path):

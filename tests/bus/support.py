@@ -11,12 +11,14 @@ from typing import Any
 from deltabus.bus.errors import KeyExistsError, KeyNotFoundError, PositionTakenError, UsageError
 from deltabus.bus.message import Blob, Kind, Message, Stats
 from deltabus.bus.retry import Retry
-from deltabus.bus.transport import Buffer, Record, Transport
+from deltabus.bus.transport import Buffer, Record, StoredBlob, Transport
 
 LIMIT = 20.0
 """Seconds after which a wait in a test has failed."""
 
-SCHEMA = Blob(key="schemas/" + "0" * 64 + ".json", size=2, checksum=bytes(32))
+_NAMED = hashlib.sha256(b"{}")
+SCHEMA = Blob(key=f"schemas/{_NAMED.hexdigest()}.json", size=2, checksum=_NAMED.digest())
+OTHER_SCHEMA = Blob(key="schemas/" + "1" * 64 + ".json", size=2, checksum=b"\1" * 32)
 
 
 def digest(writer: str, version: int) -> int:
@@ -85,6 +87,8 @@ class Store:
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
+        self.times: dict[str, float] = {}
+        self.now = 0.0
         self.records: dict[str, dict[int, bytes]] = defaultdict(dict)
         self.order: list[str] = []
         self.grew = asyncio.Condition()
@@ -126,6 +130,7 @@ class FakeTransport(Transport):
 
     async def put(self, key: str, data: Buffer) -> None:
         await self._begin("put")
+        self.store.times.setdefault(key, self.store.now)
         if self.store.blobs.setdefault(key, bytes(data)) != bytes(data):
             raise KeyExistsError(key, url=self.url)
         self.store.order.append(key)
@@ -140,7 +145,14 @@ class FakeTransport(Transport):
     async def delete(self, keys: Iterable[str]) -> None:
         await self._begin("delete")
         for key in keys:
-            self.store.blobs.pop(key, None)
+            if self.store.blobs.pop(key, None) is not None:
+                del self.store.times[key]
+                self.store.order.append(f"-{key}")
+
+    async def blobs(self, folder: str) -> list[StoredBlob]:
+        await self._begin("blobs")
+        found = sorted(item for item in self.store.blobs.items() if item[0].startswith(f"{folder}/"))
+        return [StoredBlob(key, len(data), self.store.times.get(key, 0.0)) for key, data in found]
 
     async def append(self, log: str, position: int, record: Buffer) -> None:
         await self._begin("append")
@@ -181,6 +193,14 @@ class FakeTransport(Transport):
         """Let every tail look again."""
         async with self.store.grew:
             self.store.grew.notify_all()
+
+    async def trim(self, log: str, before: int) -> None:
+        await self._begin("trim")
+        records = self.store.records[log]
+        for position in sorted(records)[:-1]:
+            if position < before:
+                del records[position]
+                self.store.order.append(f"-{log}@{position}")
 
     async def logs(self) -> list[str]:
         await self._begin("logs")

@@ -12,6 +12,7 @@ from deltabus.bus.message import (
     MAX_BLOB_BYTES,
     MAX_RECORD_BYTES,
     Blob,
+    Cohort,
     Kind,
     Message,
     Stats,
@@ -191,9 +192,28 @@ def test_figures():
     assert Stats(changed=0, total=0).density == 0
 
 
-def test_state_keeps_what_the_base_says_of_others():
-    message = msgspec.structs.replace(delta(1, 3, group=("a", "b")), base={"a": 2, "b": 7})
-    assert message.state == {"a": 3, "b": 7}
+def test_what_the_base_says_of_others_is_what_a_message_needs():
+    message = msgspec.structs.replace(delta(1, 3), base={"a": 2, "b": 7})
+    assert (message.state, message.needs) == ({"a": 3}, {"b": 7})
+    first = msgspec.structs.replace(anchor(0, 1), base={"b": 7})
+    assert (first.state, first.needs) == ({"a": 1}, {"b": 7})
+    assert decode_message(encode_message(first)) == first
+
+
+@pytest.mark.parametrize(
+    ("writer", "fields"),
+    [
+        ("rank-4", {"cohort": Cohort(generation=1, ranks=4)}),
+        ("rank-01", {"cohort": Cohort(generation=1, ranks=4)}),
+        ("rank", {"cohort": Cohort(generation=1, ranks=4)}),
+        ("rank-1", {"cohort": Cohort(generation=1, ranks=4), "group": ("rank-1",)}),
+        ("rank-1", {"cohort": Cohort(generation=1)}),
+        ("rank-1", {}),
+    ],
+)
+def test_a_group_of_ranks_that_the_writer_is_none_of_is_refused(writer, fields):
+    with pytest.raises(ValueError, match=r"rank|group"):
+        anchor(0, 1, writer=writer, **{"group": (), **fields})
 
 
 @pytest.mark.parametrize("name", ["a", "rank-0", "A_1", "0" * 63])

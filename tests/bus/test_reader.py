@@ -160,6 +160,35 @@ async def test_follow_waits_for_a_topic_that_does_not_exist_and_finds_new_logs(t
         assert await take(messages, 1) == chain(3)[2:]
 
 
+async def test_a_log_that_a_message_names_in_its_group_is_looked_for_at_once(topic):
+    reader = TopicReader(topic.transport, retry=topic.time.retry(), discovery=1000 * LIMIT)
+    alone, together = chain(2), chain(2, writer="b", group=("a", "b"))
+    await topic.write(*alone)
+    async with aclosing(reader.follow()) as messages:
+        assert await take(messages, 2) == alone
+        looks = topic.transport.calls.count("logs")
+        await topic.write(*together, chain(3, group=("a", "b"))[2])
+        assert {message.writer for message in await take(messages, 3)} == {"a", "b"}
+        assert topic.transport.calls.count("logs") > looks
+
+
+async def test_looks_for_logs_are_rare_where_none_is_missing(topic):
+    await topic.write(*chain(1))
+    other = FakeTransport(lacking := Store())
+    lacking.records["a"][0] = encode_message(chain(1, group=("a", "b"))[0])
+    pauses = 0.01
+    whole = TopicReader(topic.transport, retry=topic.time.retry(), discovery=pauses)
+    searching = TopicReader(other, retry=topic.time.retry(), discovery=pauses)
+    async with aclosing(whole.follow()) as one, aclosing(searching.follow()) as two:
+        await take(one, 1)
+        await take(two, 1)
+        before = topic.transport.calls.count("logs")
+        async with asyncio.timeout(LIMIT):
+            while other.calls.count("logs") < 40:  # noqa: ASYNC110 - calls tell nobody
+                await asyncio.sleep(0)
+        assert topic.transport.calls.count("logs") - before < 20
+
+
 async def test_connections_that_break_are_taken_up_where_they_broke(topic):
     log = chain(6)
     async with aclosing(topic.reader.follow()) as messages:

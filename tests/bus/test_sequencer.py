@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltabus.bus.errors import ConflictError, UsageError
+from deltabus.bus.errors import ConflictError, RetentionGapError, UsageError
 from deltabus.bus.message import Kind, Message
+from deltabus.bus.planner import plan
 from deltabus.bus.sequencer import Cut, Sequencer
 from deltabus.bus.version import VersionVector
 
-from .support import anchor, chain, delta, digest
+from .support import OTHER_SCHEMA, anchor, chain, delta, digest
 
 
 def fed(messages: Iterable[Message]) -> Sequencer:
@@ -159,7 +161,7 @@ def test_newest_cut():
     sequencer = fed(chain(5))
     assert sequencer.newest_cut() == sequencer.newest_cut(VersionVector({"a": 2})) == cuts(sequencer)[-1]
     assert sequencer.newest_cut(VersionVector({"a": 5})) is None
-    assert sequencer.newest_cut(VersionVector({"x": 1})) is None
+    assert sequencer.newest_cut(VersionVector({"x": 1})).state == {"a": 5, "x": 1}
     assert Sequencer().newest_cut() is Sequencer().next_cut() is None
 
 
@@ -180,6 +182,8 @@ def bad_logs() -> dict[str, list[Message]]:
         "base unknown": [*good, delta(2, 4, base=3)],
         "base unknown at the start": [delta(0, 2, base=1)],
         "base with another digest": [*good, delta(2, 3, digest_before=other)],
+        "anchor repeats with another schema": [*good, anchor(2, 2, schema=OTHER_SCHEMA)],
+        "delta into another schema": [*good, delta(2, 3, schema=OTHER_SCHEMA)],
         "group": [*good, delta(2, 3, group=("a", "b"))],
     }
 
@@ -211,9 +215,15 @@ def test_a_message_that_would_let_a_bad_one_in_is_refused_with_it():
     assert picture(sequencer) == before
 
 
-def test_two_writers_that_do_not_know_each_other_are_no_group():
-    with pytest.raises(ConflictError, match="names the group b, but the topic's group is a"):
-        fed([anchor(0, 1), anchor(0, 1, writer="b")])
+def test_two_writers_that_do_not_know_each_other_make_cuts_of_their_own():
+    sequencer = fed([anchor(0, 1), anchor(0, 1, writer="b"), delta(1, 2, writer="b")])
+    assert states(sequencer) == [{"a": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 2}]
+    assert sequencer.newest_cut().state == {"a": 1, "b": 2}
+
+
+def test_one_generation_has_one_group():
+    with pytest.raises(ConflictError, match="makes a group of a, c where generation 0 is a group of a, b"):
+        fed([anchor(0, 1, group=("a", "b")), delta(1, 2, group=("a", "c"))])
 
 
 # Retention
@@ -396,3 +406,22 @@ def test_messages_are_ordered_by_writer_and_position():
     sequencer = fed(m for log in reversed(logs_by_writer.values()) for m in log)
     assert [(m.writer, m.position) for m in sequencer.messages] == [(w, p) for w in GROUP for p in range(3)]
     assert all(m.kind in Kind for m in sequencer.messages)
+
+
+@given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 6), st.integers(0, 6))
+def test_a_plan_is_made_of_what_the_history_holds(entered, begin, target, have):
+    sequencer = fed(one_log()[:entered])
+    sequencer.begin("a", min(begin, entered))
+    state = {"have": VersionVector({"a": have}), "target": VersionVector({"a": target})}
+    try:
+        expected = plan(sequencer.messages, **state)
+    except RetentionGapError as error:
+        with pytest.raises(RetentionGapError, match=re.escape(str(error))):
+            sequencer.plan(**state)
+    else:
+        assert sequencer.plan(**state) == expected
+
+
+def test_a_plan_for_a_writer_that_is_not_there():
+    with pytest.raises(RetentionGapError, match="none of this writer"):
+        fed(chain(3)).plan(have=None, target=VersionVector({"b": 1}))

@@ -20,10 +20,11 @@ from deltabus.bus.errors import (
     TransientTransportError,
     UsageError,
 )
+from deltabus.bus.group import Group
 from deltabus.bus.message import MAX_BLOB_BYTES, Blob, Kind, Message, Stats, encode_message
 from deltabus.bus.sequencer import Sequencer
 
-from .support import LIMIT, FakeTransport, Store, Time, anchor, chain, delta, digest
+from .support import LIMIT, OTHER_SCHEMA, FakeTransport, Store, Time, anchor, chain, delta, digest
 
 LOST = AppendUnknownError("the answer was lost", url="fake://topic")
 BUSY = TransientTransportError("busy", url="fake://topic")
@@ -43,8 +44,12 @@ async def opened(
     return log
 
 
-async def publish(log: LogWriter, *, version: int | None = None, base: int = 0, mark: int = 0) -> Message:
+async def publish(
+    log: LogWriter, *, version: int | None = None, base: int | dict[str, int] = 0, mark: int = 0
+) -> Message:
     """Publish an anchor, or a delta from `base`, with a payload of its own; `mark` makes histories differ."""
+    others = base if isinstance(base, dict) else {}
+    base = 0 if isinstance(base, dict) else base
     version = version or log.next_version
     blob = await log.store(b"payload %d %d" % (version, mark), name=f"{version:012d}-0000")
     schema = await log.store_schema(b"{}")
@@ -52,7 +57,7 @@ async def publish(log: LogWriter, *, version: int | None = None, base: int = 0, 
         kind=Kind.DELTA if base else Kind.ANCHOR,
         step=version,
         version=version,
-        base={log.writer: base} if base else {},
+        base={**others, log.writer: base} if base else others,
         schema=schema,
         digest_before=digest(log.writer, base) if base else None,
         digest_after=digest(log.writer, version),
@@ -154,8 +159,8 @@ async def test_the_anchor_of_an_earlier_step_must_have_its_digest(store):
 
 
 async def commit(log: LogWriter, **fields: Any) -> Message:
-    blob = await log.store(b"payload", name="x")
-    options: dict[str, Any] = {"schema": blob, "blobs": [blob], "stats": Stats(changed=0, total=0), **fields}
+    blob, schema = await log.store(b"payload", name="x"), await log.store_schema(b"{}")
+    options: dict[str, Any] = {"schema": schema, "blobs": [blob], "stats": Stats(changed=0, total=0), **fields}
     return await log.commit(**options)
 
 
@@ -165,6 +170,9 @@ async def commit(log: LogWriter, **fields: Any) -> Message:
         {"base": {"a": 7}},
         {"digest_before": 5},
         {"digest_before": None},
+        {"schema": OTHER_SCHEMA},
+        {"kind": Kind.ANCHOR, "version": 1, "digest_after": digest("a", 1), "base": {}, "digest_before": None}
+        | {"schema": OTHER_SCHEMA},
         {"version": 1},
         {"version": 0},
         {"step": 1 << 70},
@@ -216,15 +224,38 @@ async def test_a_blob_that_no_message_may_name_is_not_stored(store):
     assert store.blobs == {}
 
 
-@pytest.mark.parametrize(("writer", "group"), [("a/b", None), ("a", ["b"]), ("a", ["a", "a"]), ("a", ["a", "../b"])])
+@pytest.mark.parametrize(("writer", "group"), [("a/b", None), ("a", Group(["b"])), ("a", Group(["b", "c"], 2))])
 def test_bad_names_and_groups_are_refused(store, writer, group):
     with pytest.raises(UsageError):
         LogWriter(FakeTransport(store), writer, group=group)
 
 
+@pytest.mark.parametrize("generation", [1, 3, 4])
+async def test_an_incarnation_of_a_group_has_a_generation_of_its_own(store, generation):
+    await publish(await opened(store, "a", group=Group(["a", "b"], 3)))
+    log = LogWriter(FakeTransport(store), "a", group=Group(["a", "c"], generation))
+    if generation > 3:
+        await log.open()
+        return
+    with pytest.raises(UsageError, match="with a generation of 4 or more"):
+        await log.open()
+
+
+async def test_what_a_log_rests_on_stays_said(store):
+    log = await opened(store)
+    await publish(log, base={"b": 3})
+    assert (await publish(log, base={"c": 2})).needs == {"b": 3, "c": 2}
+    assert (await publish(await opened(store))).needs == {"b": 3, "c": 2}
+
+
 async def test_a_group_travels_with_every_message(store):
-    log = await opened(store, "b", group=["a", "b"])
-    assert (await publish(log)).group == ("a", "b")
+    log = await opened(store, "b", group=Group(["a", "b"], 7))
+    message = await publish(log)
+    assert (message.group, message.members, message.generation) == (("a", "b"), {"a", "b"}, 7)
+    log = await opened(store, "rank-2", group=Group.of_ranks("rank", 1000, generation=1))
+    message = await publish(log)
+    assert (message.group, len(message.members), message.ranks) == ((), 1000, 1000)
+    assert len(encode_message(message)) < 1000
 
 
 # Faults

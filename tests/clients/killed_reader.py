@@ -22,9 +22,10 @@ from support import LIMIT, fingerprint, small_model
 from deltabus import Subscriber
 from deltabus.codecs import apply
 from deltabus.codecs.checkpoint import load_checkpoint
+from deltabus.codecs.patches import _HostPatch
 from deltabus.transports.file import FileTransport
 
-PLACES = {"download": (FileTransport, "get"), "apply": (torch.Tensor, "put_"), "load": (apply, "_overwrite")}
+PLACES = {"download": (FileTransport, "get"), "apply": (_HostPatch, "write"), "load": (apply, "_overwrite")}
 
 
 def mapped(path):

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from deltabus import publisher, subscriber
-from deltabus.bus.transport import Buffer, Record, Transport
+from deltabus import Publisher, Subscriber, publisher, subscriber
+from deltabus.bus.message import decode_message
+from deltabus.bus.transport import Buffer, Record, StoredBlob, Transport
 from deltabus.transports import open_transport
 
 LIMIT = 30.0
@@ -117,6 +118,12 @@ class FaultyTransport(Transport):
     async def delete(self, keys: Iterable[str]) -> None:
         await self._inner.delete(keys)
 
+    async def blobs(self, folder: str) -> list[StoredBlob]:
+        return await self._around("blobs", folder, lambda: self._inner.blobs(folder))
+
+    async def trim(self, log: str, before: int) -> None:
+        await self._around("trim", log, lambda: self._inner.trim(log, before))
+
     async def append(self, log: str, position: int, record: Buffer) -> None:
         await self._around("append", log, lambda: self._inner.append(log, position, record))
 
@@ -153,3 +160,43 @@ def once(error: Exception, operation: str, name: str = "") -> Callable[[str, str
             raise error
 
     return strike
+
+
+class Trainer:
+    """Publishes a small model step by step, and remembers every state."""
+
+    def __init__(self, url, **options):
+        self.model = small_model()
+        self.states = {}
+        self.step = -1
+        self.publisher = Publisher(url, on_busy="wait", **options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.publisher.close()
+
+    def publish(self, steps=1):
+        for _ in range(steps):
+            self.step += 1
+            train(self.model, self.step)
+            self.states[self.step] = bits(self.model)
+            published = self.publisher.publish(self.step, self.model).result(LIMIT)
+        return published
+
+
+async def history(url):
+    async with open_transport(url) as transport:
+        return [decode_message(record.data) for record in await transport.read("trainer")]
+
+
+async def follow_to(url, step, **options):
+    """The bits and the update that a new follower has when it reaches a step."""
+    model = small_model(99)
+    async with Subscriber(url, idle_timeout=LIMIT, **options) as subscriber:
+        async for update in subscriber:
+            update.apply(model)
+            if update.step == step:
+                return bits(model), update
+    raise AssertionError("the topic ended")

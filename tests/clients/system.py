@@ -55,6 +55,12 @@ class Disk(System):
     def __init__(self, **hooks):
         super().__init__(**hooks)
         self.unforced = set()
+        self._here = threading.local()
+
+    @property
+    def named(self):
+        """Whether this thread has given a name, and has not forced it to disk yet."""
+        return getattr(self._here, "named", False)
 
     def mkdir(self, path):
         directory = Path(path)
@@ -70,9 +76,13 @@ class Disk(System):
             self._wrap("link", os.link)(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         finally:
             self.unforced.add(os.fstat(dst_dir_fd).st_ino)
+            self._here.named = True
 
     def fsync(self, file):
-        self._wrap("fsync", os.fsync)(file)
+        try:
+            self._wrap("fsync", os.fsync)(file)
+        finally:
+            self._here.named = False
         self.unforced.discard(os.fstat(file).st_ino)
 
 
@@ -90,12 +100,17 @@ def deadly(number, moment, report):
 def failing(first, error, *, last=None, moment="before"):
     """A disk at which the calls from one number to another fail, before or after they take effect.
 
-    A file is closed all the same: no system keeps it open.
+    A file is closed all the same: no system keeps it open. The disk's `struck` has the names of those that failed;
+    `"fsync of a name"` is one that forces a name to disk that was just given.
     """
     last = first if last is None else last
+    struck = []
 
     def strike(called, name, now):
         if first <= called <= last and now == ("after" if name == "close" else moment):
+            struck.append("fsync of a name" if name == "fsync" and disk.named else name)
             raise OSError(error, os.strerror(error))
 
-    return Disk(**{now: functools.partial(strike, now=now) for now in ("before", "after")})
+    disk = Disk(**{now: functools.partial(strike, now=now) for now in ("before", "after")})
+    disk.struck = struck
+    return disk

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import tracemalloc
 
 import msgspec
@@ -11,14 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from deltabus import sender as sender_module
 from deltabus.bus.errors import DeltabusError
 from deltabus.bus.message import Kind
+from deltabus.bus.retention import Retention
 from deltabus.cli.app import app
 from deltabus.cli.history import check_log, decode_log
+from deltabus.cli.prune import prune_topic
 from deltabus.cli.verify import verify_topic
 from deltabus.publisher import Publisher
 
 from .cli_topic import make_topic
+from .support import LIMIT, small_model, train
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +78,15 @@ def test_a_flipped_byte_is_found_and_what_follows_is_still_looked_at(chain, tmp_
 def test_an_anchor_takes_the_chain_up_again(topic, tmp_path):
     copy = topic.copy(tmp_path / "copy")
     copy.blob(1).unlink()
-    anchors = [m.position for m in copy.messages if m.kind is Kind.ANCHOR]
+    second = [m for m in copy.messages if m.kind is Kind.ANCHOR][1]
     places, report = found_in(copy)
     assert places == [(1, copy.messages[1].blobs[0].key)]
-    lost = [m for m in copy.messages if 1 < m.position < anchors[1] and m.kind is Kind.DELTA]
-    taken_up = copy.messages[anchors[1]].version
-    late = [m for m in lost if m.version > taken_up]  # deltas that were published while the anchor was on its way
-    assert report.unreachable >= len(lost)
-    assert late or report.replayed == len(copy.records) - 1 - len(lost)
+    # Deltas that were published while the anchor was on its way stand before it, and go on from what it holds.
+    between = [m for m in copy.messages if 1 < m.position < second.position and m.kind is Kind.DELTA]
+    lost = [m for m in between if m.base["trainer"] < second.version]
+    assert lost
+    assert report.unreachable == len(lost)
+    assert report.replayed == len(copy.records) - 1 - len(lost)
 
 
 def test_a_missing_blob_and_a_missing_schema_are_found(chain, tmp_path):
@@ -169,19 +176,55 @@ def test_all_problems_are_told_at_once_in_order(chain, tmp_path):
     assert "epoch 1 follows epoch 3" in shown.stdout
 
 
-def test_a_trimmed_topic_is_whole(topic, tmp_path):
-    """Retention removes records, then their blobs, up to an anchor."""
+def test_a_pruned_topic_is_whole(topic, tmp_path):
     copy = topic.copy(tmp_path / "copy")
-    messages = copy.messages
-    last = max(m.position for m in messages if m.kind is Kind.ANCHOR)
-    kept = {blob.key for m in messages[last:] for blob in m.blobs}
-    for message, record in list(zip(messages, copy.records, strict=True))[:last]:
-        record.unlink()
-        for key in {blob.key for blob in message.blobs} - kept:
-            (copy.path / key).unlink()
+    pruned = prune_topic(copy.url, Retention(keep_anchors=1, grace=0))
+    first = pruned.pruning.removal.trims["trainer"]
     places, report = found_in(copy)
-    assert (places, report.records) == ([], len(messages) - last)
+    assert (places, report.records) == ([], len(topic.records) - first)
     assert report.replayed >= 1
+
+
+def test_a_pruned_log_may_begin_with_deltas_before_their_anchor(tmp_path, monkeypatch):
+    released, store = threading.Event(), sender_module.store_payload
+
+    async def hold(*args, name):
+        while name.endswith("anchor") and not name.startswith("000000000001-") and not released.is_set():  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.002)
+        return await store(*args, name=name)
+
+    monkeypatch.setattr(sender_module, "store_payload", hold)
+    url, model = str(tmp_path / "topic"), small_model()
+    with Publisher(url, on_busy="wait", anchor="never", skips="off") as publisher:
+        for step in range(1, 8):
+            train(model, step)
+            if step == 4:
+                publisher.request_anchor()
+            publisher.publish(step, model).result(LIMIT)
+        released.set()
+        publisher.flush(LIMIT)
+        train(model, 8)
+        publisher.publish(8, model).result(LIMIT)
+    assert prune_topic(url, Retention(keep_anchors=1, grace=0)).pruning.removal.trims["trainer"] == 4
+    report = verify_topic(url)
+    # Deltas to 5, 6 and 7, the anchor of 4, the delta to 8.
+    assert (report.records, report.problems, report.replayed, report.unreachable) == (5, (), 5, 0)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_beginning_that_retention_did_not_remove_is_missed(topic, tmp_path, pruned):
+    copy = topic.copy(tmp_path / "copy")
+    first = 0
+    if pruned:
+        first = prune_topic(copy.url, Retention(keep_anchors=2, grace=0)).pruning.removal.trims["trainer"]
+    copy.records[0].unlink()
+    report = verify_topic(copy.url)
+    (problem,) = report.problems
+    assert (problem.position, problem.key) == (first, None)
+    assert f"position {first} is missing" in problem.what
+    copy.records[0].unlink()
+    (problem,) = verify_topic(copy.url).problems
+    assert f"position {first} to {first + 1} is missing" in problem.what
 
 
 def test_states_of_other_shapes_follow_each_other(tmp_path):
@@ -252,6 +295,19 @@ def test_messages_that_contradict_each_other_are_found(chain, position, fields, 
 def test_a_log_that_begins_late_may_begin_with_deltas(chain):
     assert check_log(chain.messages[3:], whole=False) == []
     assert len(check_log(chain.messages[3:], whole=True)) == 1
+
+
+def test_what_leads_once_more_to_a_removed_version_is_no_problem(chain):
+    first, second, third = (changed(message, epoch=1) for message in chain.messages[3:6])
+    anchor = changed(first, position=6, kind=Kind.ANCHOR, base={}, digest_before=None)
+    assert check_log([second, third, anchor], whole=False) == []
+    (problem,) = check_log([changed(second, position=0), third, anchor], whole=False)
+    assert f"version {anchor.version} is new" in problem.what
+    # Known by the delta that starts from it, though the log begins with a message of an older version.
+    older = changed(first, version=1, position=4, kind=Kind.ANCHOR, base={}, digest_before=None)
+    assert check_log([older, changed(second, position=5), anchor], whole=False) == []
+    (problem,) = check_log([older, changed(third, position=5), anchor], whole=False)
+    assert f"version {anchor.version} is new" in problem.what
 
 
 def test_records_that_cannot_be_read_are_left_out(chain):

@@ -64,6 +64,7 @@ def restart(topic, found, holding):
     model, branch = model_at(step), 0
     if holding == "older":
         model, branch = model_at(step - 1), 1000
+        train(model, branch)  # no version of the topic holds it
     published = []
     with Publisher(topic, have=None if holding == "nothing" else model, anchor="never", workers=1) as publisher:
         for later in (step + 1, step + 2):

@@ -1,9 +1,11 @@
 """The demo: its plot under every timing, its bookkeeping, its training, and one whole run."""
 
+import asyncio
 import copy
 import importlib.util
 import io
 import json
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -12,19 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from deltabus.bus.core import TopicReader
 from deltabus.bus.errors import (
     MessageFormatError,
     MissingExtraError,
     SchemaMismatchError,
+    TransportError,
     UnknownSchemeError,
     UsageError,
 )
+from deltabus.cli.verify import verify_topic
 from deltabus.demo import __main__ as command
-from deltabus.demo import run_demo
+from deltabus.demo import run_demo, stage
 from deltabus.demo.display import choose_display
 from deltabus.demo.ledger import Ledger
 from deltabus.demo.reports import Ready, StepApplied, StepPublished, decode_line, encode_line
 from deltabus.demo.script import EARLY, FOLLOWERS, LATE, LEAST_STEPS, TRAINER, VICTIM, Action, Milestone, Order, Script
+from deltabus.transports import open_transport
+
+from .backends import SECRETS
 
 KILLED = -9
 
@@ -383,12 +391,14 @@ SENTENCES = ["A gull sat on the mast.", "The tea was cold.", "Nobody knew the tu
 
 @needs_model
 @pytest.mark.timeout(400)
-def test_a_whole_run_is_exact(tmp_path, monkeypatch):
-    (tmp_path / "work").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "work"))
+@pytest.mark.parametrize("scheme", ["file", "s3", "hf", "nats"])
+def test_a_whole_run_is_exact_and_leaves_little_behind(scheme, backends, tmp_path, monkeypatch):
+    backend = backends(scheme)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     output = io.StringIO()
-    topic = tmp_path / "topic"
-    status = run_demo(topic.as_uri(), LEAST_STEPS, json=True, console=Console(file=output))
+    place = backend.new_topic()
+    keep = scheme == "file"
+    status = run_demo(backend.url(place), LEAST_STEPS, json=True, keep=keep, console=Console(file=output))
     lines = [json.loads(line) for line in output.getvalue().splitlines()]
     end = lines[-1]
     assert (status, end["problems"]) == (0, []), output.getvalue()
@@ -400,5 +410,36 @@ def test_a_whole_run_is_exact(tmp_path, monkeypatch):
         assert follower["compared"] == follower["versions"] * 22_713_216
     assert end["bits_per_change"] <= 12
     assert end["anchor_nbytes"] <= 0.75 * end["anchors"] * end["full_nbytes"] / end["versions"]
-    assert any(topic.rglob("*")), "the topic of a given URL is kept"
-    assert list((tmp_path / "work").iterdir()) == []
+
+    shown = notes[0].removeprefix("the topic is ")
+    topic = backend.url(f"{place}/{urlsplit(shown).path.rpartition('/')[2]}")
+    assert open_transport(topic).url == shown
+    if keep:
+        assert verify_topic(topic).ok
+        assert notes[-1].startswith(f"kept {shown} and {tmp_path}")
+    else:
+        assert asyncio.run(left_in(topic)) == (1, [])
+        assert notes[-1].startswith(f"removed the topic; what stays: 1 log record of {shown}")
+        assert list(tmp_path.iterdir()) == []
+    assert [secret for secret in SECRETS if secret in output.getvalue()] == []
+
+
+async def left_in(topic):
+    """How many records a topic has, and its blobs."""
+    async with open_transport(topic) as transport:
+        messages = await TopicReader(transport).load()
+        return len(messages), [*await transport.blobs("blobs"), *await transport.blobs("schemas")]
+
+
+@needs_model
+def test_a_topic_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(stage, "remove_topic", deny)
+    output = io.StringIO()
+    url = (tmp_path / "place").as_uri()
+    assert run_demo(url, limit=1.0, console=Console(file=output, width=200)) == 1
+    assert "* the topic could not be removed: not now" in output.getvalue()
+
+
+def deny(topic):
+    raise TransportError("not now", url=topic)

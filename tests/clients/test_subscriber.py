@@ -1,13 +1,11 @@
-"""The inference side, against real topics."""
+"""The inference side, against real topics: what comes, in which order, and how it ends."""
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from msgspec.structs import replace
-from torch import nn
 
 from deltabus import Publisher, Subscriber
 from deltabus import subscriber as subscriber_module
@@ -15,52 +13,17 @@ from deltabus.bus.errors import (
     ClosedError,
     ConflictError,
     CorruptPayloadError,
-    DivergedError,
     MessageFormatError,
-    SchemaMismatchError,
-    StaleUpdateError,
     UnknownSchemeError,
     WaitTimeoutError,
 )
 from deltabus.bus.message import decode_message, encode_message
 from deltabus.codecs.checkpoint import save_checkpoint
 from deltabus.codecs.state import collect
+from deltabus.staged import StagedState
 from deltabus.transports import open_transport
-from deltabus.transports.memory import drop_topic
-from deltabus.update import Staged
 
-from .support import LIMIT, Faults, FaultyTransport, bits, faulty, small_model, train
-
-
-@pytest.fixture
-def url(request):
-    name = request.node.name.replace("[", "-").replace("]", "")
-    yield f"memory://{name}"
-    drop_topic(name)
-
-
-class Trainer:
-    """Publishes a small model step by step, and remembers every state."""
-
-    def __init__(self, url, **options):
-        self.model = small_model()
-        self.states = {}
-        self.step = -1
-        self.publisher = Publisher(url, on_busy="wait", **options)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.publisher.close()
-
-    def publish(self, steps=1):
-        for _ in range(steps):
-            self.step += 1
-            train(self.model, self.step)
-            self.states[self.step] = bits(self.model)
-            published = self.publisher.publish(self.step, self.model).result(LIMIT)
-        return published
+from .support import LIMIT, Faults, FaultyTransport, Trainer, bits, faulty, small_model, train
 
 
 async def test_newcomer_gets_the_newest_state_in_one_update(url):
@@ -96,6 +59,23 @@ async def test_follower_gets_each_step_once_and_in_order(url, tmp_path, scheme):
     assert seen == list(range(21))
 
 
+async def test_follower_forgets_what_it_needs_no_more(url):
+    held = small_model(9)
+    with Trainer(url, anchor="never", skips="off") as trainer:
+        trainer.publish()
+        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
+            for step in range(24):
+                update = await anext(subscriber)
+                update.apply(held)
+                assert bits(held) == trainer.states[update.step]
+                if step % 4 == 3:
+                    trainer.publisher.request_anchor()
+                await asyncio.to_thread(trainer.publish)
+                await asyncio.to_thread(trainer.publisher.flush, LIMIT)
+            assert len(subscriber._intake._sequencer.messages) <= 12  # of 31
+            assert (await anext(subscriber)).step == 24
+
+
 async def test_latest_folds_what_has_piled_up(url):
     held = small_model(9)
     with Trainer(url, anchor="never") as trainer:
@@ -115,7 +95,7 @@ async def test_latest_folds_what_has_piled_up(url):
 
 async def test_update_that_is_taken_while_the_next_is_folded_into_it_stays_whole(url, monkeypatch):
     held, folding, go_on = small_model(9), threading.Event(), threading.Event()
-    real = Staged.followed_by
+    real = StagedState.followed_by
 
     def slow(self, later):
         folding.set()
@@ -128,7 +108,7 @@ async def test_update_that_is_taken_while_the_next_is_folded_into_it_stays_whole
             (await anext(subscriber)).apply(held)
             trainer.publish()
             await asyncio.wait_for(waiting_in(subscriber), LIMIT)
-            monkeypatch.setattr(Staged, "followed_by", slow)
+            monkeypatch.setattr(StagedState, "followed_by", slow)
             trainer.publish()
             assert await asyncio.to_thread(folding.wait, LIMIT), "the loop goes on while updates are folded"
             (await anext(subscriber)).apply(held)
@@ -138,10 +118,44 @@ async def test_update_that_is_taken_while_the_next_is_folded_into_it_stays_whole
             assert bits(held) == trainer.states[2]
 
 
+@pytest.mark.parametrize("applied", [False, True])
+async def test_the_loop_goes_on_while_a_skipped_update_is_folded_and_a_cancelled_call_takes_nothing(
+    url, monkeypatch, applied
+):
+    held, folding, go_on = small_model(9), threading.Event(), threading.Event()
+    real = StagedState.followed_by
+
+    def slow(self, later):
+        folding.set()
+        assert go_on.wait(LIMIT)
+        return real(self, later)
+
+    with Trainer(url, anchor="never", skips="off") as trainer:
+        trainer.publish()
+        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
+            (await anext(subscriber)).apply(held)
+            trainer.publish(2)
+            skipped = await anext(subscriber)
+            monkeypatch.setattr(StagedState, "followed_by", slow)
+            taking = asyncio.create_task(anext(subscriber))
+            assert await asyncio.to_thread(folding.wait, LIMIT), "the loop goes on while updates are folded"
+            taking.cancel()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+            if applied:
+                skipped.apply(held)
+            update = await anext(subscriber)
+            assert (update.base, update.state) == ({"trainer": 2 if applied else 1}, {"trainer": 3})
+            update.apply(held)
+    assert bits(held) == trainer.states[2]
+
+
 async def waiting_in(subscriber):
     """Wait until an update lies ready."""
-    async with subscriber._handover:
-        await subscriber._handover.wait_for(lambda: subscriber._ready)
+    handover = subscriber._handover
+    async with handover._changed:
+        await handover._changed.wait_for(lambda: handover._ready)
 
 
 async def test_restarted_follower_goes_on_from_what_its_model_holds(url):
@@ -201,189 +215,21 @@ async def test_reader_may_come_before_the_topic(url, tmp_path):
     assert bits(held) == trainer.states[0]
 
 
-async def test_update_that_was_not_applied_is_folded_into_the_next(url):
-    held = small_model(9)
-    with Trainer(url, anchor="never") as trainer:
-        trainer.publish()
-        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
-            first = await anext(subscriber)
-            trainer.publish(3)
-            second = await anext(subscriber)
-            with pytest.raises(StaleUpdateError):
-                first.apply(held)
-            assert second.whole and second.step == 1
-            second.apply(held)
-            assert bits(held) == trainer.states[1]
-            third, fourth = await anext(subscriber), await anext(subscriber)
-            assert (third.step, fourth.step) == (2, 3)
-            assert str(fourth.base) == "trainer@2"
-            with pytest.raises(StaleUpdateError):
-                third.apply(held)
-            fourth.apply(held)
-            assert bits(held) == trainer.states[3]
-
-
-async def test_failed_apply_changes_nothing_and_can_be_made_good(url, monkeypatch):
-    held = small_model(9)
-    with Trainer(url, anchor="never") as trainer:
-        trainer.publish()
-        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
-            (await anext(subscriber)).apply(held)
-            before = bits(held)
-            trainer.publish(2)
-            update = await anext(subscriber)
-            real, calls = torch.Tensor.put_, []
-
-            def failing(self, *arguments):
-                calls.append(self)
-                if len(calls) == 2:
-                    raise RuntimeError("device lost")
-                return real(self, *arguments)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "put_", failing)
-                with pytest.raises(RuntimeError, match="device lost"):
-                    update.apply(held)
-            assert len(calls) > 2 and bits(held) == before and not update.applied
-            later = await anext(subscriber)
-            later.apply(held)
-            assert bits(held) == trainer.states[2]
-
-
-async def test_applying_twice_does_nothing_the_second_time(url):
-    held = small_model(9)
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            (await anext(subscriber)).apply(held)
-            trainer.publish()
-            update = await anext(subscriber)
-            update.apply(held)
-            update.apply(held)
-    assert bits(held) == trainer.states[1]
-
-
-async def test_drift_at_a_touched_element_is_refused_with_the_tensor_s_name(url):
-    held = small_model(9)
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            (await anext(subscriber)).apply(held)
-            with torch.no_grad():
-                held["inner"].weight.mul_(-1)
-            before = bits(held)
-            trainer.publish()
-            update = await anext(subscriber)
-            with pytest.raises(DivergedError, match=r"inner\.weight") as caught:
-                update.apply(held)
-            assert caught.value.tensor == "inner.weight"
-            assert bits(held) == before
-
-
-async def test_model_that_was_reloaded_in_place_is_noticed(url):
-    held = small_model(9)
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            first = await anext(subscriber)
-            first.apply(held)
-            held["inner"].weight.data = held["inner"].weight.data.clone()  # the same parameter, other memory
-            with torch.no_grad():
-                held["norm"].bias.add_(1)  # an element that the next update leaves alone, most likely
-            first.apply(held)
-            assert bits(held) == trainer.states[0], "the whole state is written again, not taken to be there"
-            trainer.publish()
-            update = await anext(subscriber)
-            untouched = trainer.model["norm"].bias == held["norm"].bias
-            assert untouched.any()
-            with torch.no_grad():
-                held["norm"].bias[untouched.nonzero()[0]] += 1
-            before = bits(held)
-            with pytest.raises(DivergedError):
-                update.apply(held)
-            assert bits(held) == before
-
-
-async def test_model_that_was_never_seen_is_compared_whole(url):
-    held, stranger = small_model(9), small_model(10)
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            (await anext(subscriber)).apply(held)
-            twin = small_model(9)
-            twin.load_state_dict(held.state_dict())
-            trainer.publish()
-            update = await anext(subscriber)
-            before = bits(stranger)
-            with pytest.raises(DivergedError, match="holds"):
-                update.apply(stranger)
-            assert bits(stranger) == before
-            update.apply(twin)
-            update.apply(held)
-    assert bits(twin) == bits(held) == trainer.states[1]
-
-
-async def test_model_that_missed_an_update_is_refused(url):
-    one, two = small_model(9), small_model(10)
-    with Trainer(url, anchor="never") as trainer:
-        trainer.publish()
-        async with Subscriber(url, latest=False, idle_timeout=LIMIT) as subscriber:
-            first = await anext(subscriber)
-            first.apply(one)
-            first.apply(two)
-            trainer.publish(2)
-            (await anext(subscriber)).apply(one)
-            update = await anext(subscriber)
-            update.apply(one)
-            with pytest.raises(DivergedError, match="trainer@1"):
-                update.apply(two)
-    assert bits(two) == trainer.states[0]
-
-
-async def test_models_that_do_not_fit_are_refused_before_anything_is_written(url):
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            update = await anext(subscriber)
-            for wrong in (nn.Linear(40, 60), small_model(dtype=torch.float32)):
-                before = bits(wrong)
-                with pytest.raises(SchemaMismatchError):
-                    update.apply(wrong)
-                assert bits(wrong) == before
-
-
-async def test_dict_and_wrapped_module_can_be_updated(url):
-    held = small_model(9)
-    wrapped = nn.Module()
-    wrapped.module = small_model(8)
-    tensors = {name: tensor.clone() for name, tensor in held.state_dict().items()}
-    with Trainer(url) as trainer:
-        trainer.publish()
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            for _ in range(2):
-                update = await anext(subscriber)
-                update.apply(tensors)
-                update.apply(wrapped)
-                trainer.publish()
-    assert bits(wrapped.module) == trainer.states[update.step]
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in wrapped.module.state_dict().items())
-
-
 async def test_other_branch_of_a_restarted_trainer_is_taken_as_a_difference(url):
     held = small_model(9)
     with Trainer(url) as trainer:
         trainer.publish(3)
-        old = small_model()
-        for step in range(2):
-            train(old, step)
+        other = small_model()
+        for step in (0, 1, 50):
+            train(other, step)
         async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
             (await anext(subscriber)).apply(held)
             with Publisher(url) as successor:
-                assert successor.publish(1, old).result(LIMIT).kind == "anchor"
+                assert successor.publish(1, other).result(LIMIT).kind == "anchor"
             update = await anext(subscriber)
             update.apply(held)
     assert not update.whole and update.changed < update.total / 2
-    assert bits(held) == bits(old) == trainer.states[1]
+    assert bits(held) == bits(other)
 
 
 async def test_wait_has_a_limit_and_can_be_taken_up_again(url):
@@ -431,7 +277,7 @@ async def test_damaged_blob_stops_the_follower_before_anything_is_written(tmp_pa
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     before = bits(held)
-    async with Subscriber(tmp_path, have=held, idle_timeout=LIMIT) as subscriber:
+    async with Subscriber(tmp_path, have=held, idle_timeout=LIMIT, gap_timeout=0) as subscriber:
         for _ in range(2):
             with pytest.raises(CorruptPayloadError, match=published.message.blobs[0].key):
                 await anext(subscriber)
@@ -443,7 +289,8 @@ async def test_payload_that_leads_elsewhere_than_its_message_says_is_refused(tmp
         message = trainer.publish(2).message
     lie = replace(message, digest_after=message.digest_after ^ 1)
     (tmp_path / "logs" / "trainer" / f"{1:020}").write_bytes(encode_message(lie))
-    async with Subscriber(tmp_path, idle_timeout=LIMIT) as subscriber:
+    async with Subscriber(tmp_path, idle_timeout=LIMIT, gap_timeout=0) as subscriber:
+        assert (await anext(subscriber)).version == 1
         with pytest.raises(CorruptPayloadError, match="leads to digest"):
             await anext(subscriber)
 
@@ -464,38 +311,6 @@ async def test_foreign_and_contradicting_topics_are_refused(tmp_path):
     with pytest.raises(ConflictError):
         async with Subscriber(tmp_path / "topic"):
             pass
-
-
-async def test_models_that_share_a_tensor_are_told_apart(url):
-    shared = torch.zeros(4)
-    one, two = ({"a": shared, "b": torch.zeros(100)} for _ in range(2))
-    state = {"a": torch.ones(4), "b": torch.arange(100.0)}
-    with Publisher(url) as publisher:
-        publisher.publish(0, state).result(LIMIT)
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            update = await anext(subscriber)
-            update.apply(one)
-            update.apply(two)
-    assert one["b"].tolist() == two["b"].tolist() == state["b"].tolist()
-
-
-async def test_model_with_an_exchanged_tensor_is_compared_whole(url):
-    held = {"a": torch.zeros(4), "b": torch.zeros(100)}
-    state = {"a": torch.ones(4), "b": torch.arange(100.0)}
-    with Publisher(url) as publisher:
-        publisher.publish(0, state).result(LIMIT)
-        async with Subscriber(url, idle_timeout=LIMIT) as subscriber:
-            (await anext(subscriber)).apply(held)
-            held["b"] = held["b"].clone()
-            held["b"][7] = -1
-            state["b"][5] = -1
-            publisher.publish(1, state).result(LIMIT)
-            update = await anext(subscriber)
-            with pytest.raises(DivergedError, match="holds"):
-                update.apply(held)
-            held["b"][7] = 7
-            update.apply(held)
-    assert held["b"].tolist() == state["b"].tolist()
 
 
 async def test_followers_share_their_loop_s_threads(tmp_path):
@@ -537,7 +352,7 @@ async def test_downloads_end_before_the_transport_is_closed(url, monkeypatch):
     async with Subscriber(url) as subscriber:
         await asyncio.wait_for(begun.wait(), LIMIT)
     assert order == ["download", "transport"]
-    assert asyncio.all_tasks() == tasks and subscriber._failure is None
+    assert asyncio.all_tasks() == tasks and subscriber._handover._failure is None
 
 
 async def test_closed_subscriber_ends_the_loop(url):

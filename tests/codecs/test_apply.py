@@ -11,8 +11,10 @@ from deltabus.bus.errors import CorruptPayloadError, DivergedError, SchemaMismat
 from deltabus.codecs.apply import Target
 from deltabus.codecs.changes import Changes, SegmentChanges, reverse
 from deltabus.codecs.digest import digest_delta
+from deltabus.codecs.kernels import compare
 from deltabus.codecs.overlap import overlapping, overlaps_itself
 from deltabus.codecs.shadow import Shadow, capture
+from deltabus.codecs.slices import TensorSlice
 from deltabus.codecs.state import as_integers, collect
 
 SEGMENT = 16
@@ -221,16 +223,34 @@ def test_wrong_changes_are_refused():
     assert held["a"].eq(0).all()
 
 
+@pytest.mark.parametrize("layout", [cloned, strided])
+def test_writes_where_torch_refuses_what_is_not_deterministic(layout):
+    source = tensors()
+    held = layout(source)
+    changes = step(source, 7)
+    target = Target.bind(held, changes.schema)
+    torch.set_deterministic_debug_mode("error")
+    try:
+        target.apply(changes)
+        assert as_bits(held) == as_bits(source)
+        target.load(collect(tensors(), segment_elements=SEGMENT).read)
+        assert as_bits(held) == as_bits(tensors())
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
 class Failing:
-    """Stands in for `Tensor.put_`: does its work, and raises after some calls."""
+    """Stands in for what writes to memory: does its work, and raises after some calls."""
 
     def __init__(self, monkeypatch, error, *, at, times=1):
-        self.real, self.error, self.at, self.times, self.calls = torch.Tensor.put_, error, at, times, 0
-        monkeypatch.setattr(torch.Tensor, "put_", lambda tensor, *args: self(tensor, *args))
+        self.error, self.at, self.times, self.calls = error, at, times, 0
+        torch_writes, loop_writes = torch.Tensor.index_copy_, compare.scatter
+        monkeypatch.setattr(torch.Tensor, "index_copy_", lambda tensor, *args: self(torch_writes, tensor, *args))
+        monkeypatch.setattr(compare, "scatter", lambda *args: self(loop_writes, *args))
 
-    def __call__(self, tensor, *args):
+    def __call__(self, write, *args):
         self.calls += 1
-        result = self.real(tensor, *args)
+        result = write(*args)
         if self.at <= self.calls < self.at + self.times:
             raise self.error
         return result
@@ -252,6 +272,28 @@ def test_a_failed_write_is_taken_back(monkeypatch, layout, error, at):
     assert as_bits(held) == before
     target.apply(changes)
     assert as_bits(held) == as_bits(source)
+
+
+@pytest.mark.parametrize("layout", [cloned, strided])
+def test_an_interrupt_while_a_write_is_taken_back_does_not_end_that(monkeypatch, layout):
+    source = tensors()
+    held = layout(source)
+    before = as_bits(held)
+    changes = step(source, 7)
+    staged = Target.bind(held, changes.schema).stage(changes)
+    failing = Failing(monkeypatch, KeyboardInterrupt(), at=5, times=4)
+    with pytest.raises(KeyboardInterrupt):
+        staged.write()
+    assert failing.calls > 8
+    assert as_bits(held) == before
+    assert not staged.written
+    staged.write()
+    assert staged.written
+    assert as_bits(held) == as_bits(source)
+    with monkeypatch.context() as patch:
+        Failing(patch, KeyboardInterrupt(), at=1, times=1000)
+        with pytest.raises(DivergedError, match="mixture"):
+            staged.take_back()
 
 
 def test_a_model_that_cannot_be_repaired_refuses_changes_until_it_is_loaded(monkeypatch):
@@ -362,3 +404,14 @@ def test_overlap_is_never_missed(first, second):
         assert overlapping([one, other]) == (0, 1) or not meet
         if one.stride() == other.stride() and 1 not in (*one.shape, *other.shape):
             assert (overlapping([one, other]) == (0, 1)) == meet
+
+
+@pytest.mark.parametrize("start", [(0, 0), (2, 0), (6, 0)])
+@pytest.mark.parametrize("rows", [range(6), range(4, 6)])
+def test_a_slice_without_elements_lacks_nothing(start, rows):
+    weight, bias = torch.randn(6, 4).bfloat16(), torch.randn(6).bfloat16()
+    published = collect({"weight": TensorSlice(torch.empty(0, 4).bfloat16(), start, (6, 4)), "bias": bias})
+    part = TensorSlice(weight[rows.start : rows.stop], (rows.start, 0), (6, 4))
+    target = Target.bind({"weight": part, "bias": bias.clone()}, published.schema)
+    assert target.complete
+    assert target.digest() == Shadow.of(published).digest()

@@ -158,22 +158,26 @@ def test_malformed_changes_are_refused(segments, what):
 def test_find_differing_at_any_alignment(dtype, size, shift_old, shift_new, seed, density):
     random = np.random.default_rng(seed)
     old, new = np.zeros(size + shift_old, dtype)[shift_old:], np.zeros(size + shift_new, dtype)[shift_new:]
-    old[:] = random.integers(0, 250, size)
+    old[:] = random.integers(0, np.iinfo(dtype).max, size, dtype, endpoint=True)
     new[:] = old
     touched = random.random(size) < density
-    new[touched] += 1
-    positions = find_differing(old, new)
-    assert positions.dtype == np.uint32
-    assert positions.tolist() == np.flatnonzero(touched).tolist()
+    # One bit anywhere, the topmost included.
+    new[touched] ^= dtype(1) << random.integers(0, old.itemsize * 8, int(touched.sum())).astype(dtype)
+    found = find_differing(old, new)
+    assert found.positions.dtype == np.uint32
+    assert found.positions.tolist() == np.flatnonzero(touched).tolist()
+    assert found.old.dtype == found.new.dtype == dtype
+    assert found.old.tolist() == old[touched].tolist()
+    assert found.new.tolist() == new[touched].tolist()
 
 
 def test_find_differing_grows_its_memory_when_all_has_changed():
-    size = compare.CHUNK * 200 + 3
+    size = compare.CHUNK * 32 * 50 + 3
     old = np.zeros(size, np.uint16)
-    assert find_differing(old, old + np.uint16(1)).tolist() == list(range(size))
+    assert find_differing(old, old + np.uint16(1)).positions.tolist() == list(range(size))
     last = old.copy()
     last[[0, -1]] = 1
-    assert find_differing(old, last).tolist() == [0, size - 1]
+    assert find_differing(old, last).positions.tolist() == [0, size - 1]
 
 
 def test_find_differing_of_misaligned_memory():
@@ -181,5 +185,5 @@ def test_find_differing_of_misaligned_memory():
     new = raw[3:].view(np.uint32)
     old = np.zeros(200, np.uint32)
     old[150] = 9
-    assert find_differing(old, new).tolist() == [150]
-    assert find_differing(new, old).tolist() == [150]
+    assert find_differing(old, new).positions.tolist() == [150]
+    assert find_differing(new, old).positions.tolist() == [150]

@@ -5,6 +5,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from deltabus.bus.errors import CorruptPayloadError, SchemaMismatchError, UsageError
 from deltabus.codecs.checkpoint import INDEX_NAME, load_checkpoint, save_checkpoint
@@ -73,6 +87,47 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
     (file,) = save_checkpoint(tmp_path, state.schema, state.read)
     assert list(load_file(file)) == ["embed.weight"]
     assert collect(load_checkpoint(tmp_path)).schema == state.schema
+
+
+def tied_models():
+    """Tiny models of several families, whose heads are their embeddings."""
+    words = {"vocab_size": 32, "tie_word_embeddings": True}
+    sizes = words | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=4)),
+        "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**words, n_embd=8, n_layer=1, n_head=2)),
+        "bert": lambda: BertForMaskedLM(BertConfig(**sizes)),
+        "t5": lambda: T5ForConditionalGeneration(
+            T5Config(**words, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)
+        ),
+        "bart": lambda: BartForConditionalGeneration(
+            BartConfig(**words, **layers, d_model=8, encoder_ffn_dim=8, decoder_ffn_dim=8)
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(tied_models()))
+@pytest.mark.parametrize("shard_bytes", [1, 10**9])
+def test_tied_tensors_are_stored_under_the_names_that_transformers_gives_them(tmp_path, kind, shard_bytes):
+    torch.manual_seed(0)
+    model = tied_models()[kind]()
+    assert any(spec.aliases for spec in collect(model).schema.tensors)
+    model.save_pretrained(tmp_path / "theirs")
+    save(tmp_path / "ours", model, shard_bytes=shard_bytes)
+    assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
+    if shard_bytes == 1:
+        index = json.loads((tmp_path / "ours" / INDEX_NAME).read_text())
+        assert index["weight_map"].keys() == stored(tmp_path / "theirs")
+    model.config.save_pretrained(tmp_path / "ours")
+    loaded, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values())
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def stored(directory):
+    return {name for file in directory.glob("*.safetensors") for name in load_file(file)}
 
 
 def test_writing_to_a_loaded_checkpoint_leaves_the_file_alone(tmp_path):

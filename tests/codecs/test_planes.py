@@ -61,6 +61,17 @@ def test_round_trip_of_planes(dtype, data):
     assert (found == values).all()
 
 
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("size", [1, 32767, 32768, 32769, 100_000])
+def test_planes_are_unpacked_into_memory_that_is_there(order, size):
+    values = np.random.default_rng(size).integers(0, 1 << 16, size, np.uint16)
+    out = np.zeros(size, np.uint16)
+    packed = pack_planes(values, order)
+    assert packed == pack_planes(rotate(values, order))
+    assert unpack_planes(Cursor(packed, "planes"), size, out.dtype, order, out=out) is out
+    assert (out == values).all()
+
+
 @given(st.sampled_from(["u1", "u2", "u4", "u8"]).flatmap(lambda d: hnp.arrays(d, 8)), st.sampled_from(Order))
 def test_rotation_is_undone(bits, order):
     assert (unrotate(rotate(bits, order), order) == bits).all()

@@ -188,6 +188,12 @@ def test_snapshots_keep_what_they_saw(steps, data):
     for seed, share in steps:
         if data.draw(st.booleans()):
             taken.append((shadow.snapshot(), copy_of(shadow), shadow.digest()))
+        if taken and data.draw(st.booleans()):
+            snapshot, bits, digest = data.draw(st.sampled_from(taken))
+            taken.append((snapshot.again(), bits, digest))
+            if data.draw(st.booleans()):
+                snapshot.release()
+                taken = [each for each in taken if each[0] is not snapshot]
         flip(tensors, np.random.default_rng(seed), share)
         state = collect(tensors, segment_elements=16)
         if data.draw(st.booleans()):
@@ -232,6 +238,8 @@ def test_a_released_snapshot_keeps_nothing():
     snapshot.release()
     with pytest.raises(UsageError, match="released"):
         snapshot.read(0)
+    with pytest.raises(UsageError, match="released"):
+        snapshot.again()
     shadow.advance(Changes(shadow.schema, {0: one(1, 1, 2)}))
     assert not snapshot._later
 

@@ -2,18 +2,25 @@
 
 import doctest
 import importlib
+import json
+import math
+import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+
+from deltabus.bus import errors
 
 from . import run_blocks
 from .modules import MODULES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [path for path in (README, *sorted((ROOT / "docs").rglob("*.md"))) if "```py" in path.read_text("utf-8")]
+ALL_PAGES = (README, *(page for folder in ("docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))))
+PAGES = [path for path in ALL_PAGES if "```py" in path.read_text("utf-8")]
 WITH_EXAMPLES = [module for module in MODULES if ">>> " in module.text]
 LIMIT_S = 100
 
@@ -39,6 +46,33 @@ def test_examples_of_pages_work(page, tmp_path):
 
 def test_docstrings_have_examples():
     assert WITH_EXAMPLES
+
+
+def test_every_error_is_explained():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_examples_work_together(tmp_path):
+    def example(name, *arguments):
+        return [sys.executable, str(ROOT / "examples" / name), *arguments]
+
+    subprocess.run(example("plain_loop.py", "topic", "--steps", "3"), cwd=tmp_path, check=True, timeout=LIMIT_S)
+    command = example("follow_and_serve.py", "topic", "weights", "--port", "0")
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            url = serving.stdout.readline().split()[-1]
+            with urllib.request.urlopen(url, json.dumps([1.0] * 16).encode(), timeout=LIMIT_S) as answer:
+                told = json.loads(answer.read())
+        finally:
+            serving.kill()
+    assert told["version"] >= 1 and math.isfinite(told["output"])
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES, ids=lambda module: module.name)

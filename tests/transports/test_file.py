@@ -18,6 +18,7 @@ from deltabus.bus.errors import (
     AppendUnknownError,
     KeyExistsError,
     KeyNotFoundError,
+    PositionTakenError,
     TransientTransportError,
     TransportError,
     UsageError,
@@ -82,6 +83,18 @@ class TestFileTransportWithoutNotifications(TransportConformance):
 
 
 # Layout
+
+
+@pytest.mark.parametrize("position", [0, 1])
+async def test_a_record_that_comes_between_a_look_and_the_write_is_compared(tmp_path, monkeypatch, position):
+    async with open_transport(tmp_path.as_uri()) as transport:
+        for place in range(position + 1):
+            await transport.append("main", place, b"same")
+        has_record = records.has_record
+        monkeypatch.setattr(records, "has_record", lambda d, p: p != position and has_record(d, p))
+        await transport.append("main", position, b"same")
+        with pytest.raises(PositionTakenError):
+            await transport.append("main", position, b"other")
 
 
 async def test_the_layout_is_as_documented(topic):

@@ -80,11 +80,11 @@ def test_a_url_chooses_its_transport(url, kind, shown):
 
 
 def test_only_what_is_there_is_listed():
-    assert known_schemes() == ["file", "memory"]
+    assert known_schemes() == sorted(registry._TARGETS)
 
 
 def test_an_unknown_scheme_lists_the_known_and_suggests_the_nearest():
-    with pytest.raises(UnknownSchemeError, match=r"memry://.*did you mean memory://.*file://, memory://"):
+    with pytest.raises(UnknownSchemeError, match=r"memry://.*did you mean memory://.*file://.*memory://"):
         open_transport("memry://run")
     with pytest.raises(UnknownSchemeError, match=r"gopher://") as caught:
         open_transport(f"gopher://user:{SECRET}@host/run?token={SECRET}")
@@ -177,7 +177,7 @@ def test_errors_tell_no_secrets(carrier, url):
 
 
 def test_packages_add_schemes(carrier):
-    assert known_schemes() == ["carrier", "file", "lame", "memory"]
+    assert known_schemes() == sorted({*registry._TARGETS, "carrier", "lame"})
     transport = open_transport(
         f"carrier://ann%40home:{SECRET}%2F@coop:7/nest%20box?pigeons=3&access_token={SECRET}&pin=42"
     )

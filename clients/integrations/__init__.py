@@ -1,0 +1,1 @@
+"""What joins deltabus to the libraries that people train with; each module needs its library installed."""
