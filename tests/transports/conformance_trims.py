@@ -15,7 +15,7 @@ from deltabus.bus.errors import (
 )
 from deltabus.bus.message import MAX_RECORD_BYTES
 
-from .topics import LIMIT, collected, fill, in_another_loop, records_of
+from .topics import LIMIT, collected, fill, in_another_loop, records_of, within
 
 
 class TrimConformance:
@@ -83,6 +83,11 @@ class TrimConformance:
         assert await other.read("main", 2) == written[3:]
 
     async def test_a_cancelled_trim_leaves_no_hole(self, transport, other):
+        async def whole():
+            positions = [record.position for record in await other.read("main")]
+            assert positions == list(range(*positions[:1], 12))[: len(positions)]
+            return positions[-1:] == [11]
+
         await fill(transport, "main", 12)
         for number in range(12):
             task = asyncio.create_task(transport.trim("main", number))
@@ -91,8 +96,8 @@ class TrimConformance:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(task, LIMIT)
-            positions = [record.position for record in await other.read("main")]
-            assert positions == list(range(positions[0], 12))
+            # A server goes on with a trim that its client gave up, and a read meanwhile may end where it was overtaken.
+            await within(LIMIT, whole)
         await transport.trim("main", 11)
         assert await other.read("main") == [(11, b"11")]
 

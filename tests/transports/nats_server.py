@@ -1,6 +1,5 @@
 """Real NATS servers for tests, each on free ports of this machine, with its data in a temporary directory."""
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -157,14 +156,4 @@ def told_by_libraries(caplog):
     ]
 
 
-async def within(limit, condition):
-    """Wait until an async condition gives something true, and return it."""
-    async with asyncio.timeout(limit):
-        while True:
-            found = await condition()
-            if found:
-                return found
-            await asyncio.sleep(0.02)
-
-
-__all__ = ["NatsCluster", "NatsServer", "find_program", "free_ports", "told_by_libraries", "within"]
+__all__ = ["NatsCluster", "NatsServer", "find_program", "free_ports", "told_by_libraries"]

@@ -24,9 +24,10 @@ from deltabus.transports.nats.jetstream import LostPlaceError
 from deltabus.transports.nats.session import Session
 
 from .conformance import LIMIT, collected, fill
-from .nats_server import NatsCluster, NatsServer, told_by_libraries, within
+from .nats_server import NatsCluster, NatsServer, told_by_libraries
 from .nats_topic import CHUNK, NatsTopic
 from .proxy import Proxy
+from .topics import within
 
 retry = Retry(limit=2 * LIMIT, pause=0.02, longest=0.2)
 

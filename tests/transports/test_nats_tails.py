@@ -12,8 +12,9 @@ from deltabus.bus.errors import (
 )
 
 from .conformance import LIMIT, collected, fill, waiting
-from .nats_server import NatsServer, within
+from .nats_server import NatsServer
 from .nats_topic import CHUNK, NatsTopic
+from .topics import within
 
 
 @pytest.fixture

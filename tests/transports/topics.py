@@ -75,6 +75,16 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
+async def within(limit, condition):
+    """Wait until an async condition gives something true, and return it."""
+    async with asyncio.timeout(limit):
+        while True:
+            found = await condition()
+            if found:
+                return found
+            await asyncio.sleep(0.02)
+
+
 def records_of(*texts, start=0):
     return [(position, text) for position, text in enumerate(texts, start)]
 
