@@ -47,7 +47,7 @@ lint: environment ## style, format and types
 	@.venv/bin/ruff format --check .
 	@cd tests && ../.venv/bin/mypy --config-file ../pyproject.toml -p deltabus
 
-check: lint test wheel ## what CI runs: lint, all tests, and the built wheel without the sources
+check: lint test wheel ## lint, all tests, and the built wheel without the sources; CI runs this, and then test-vllm
 
 wheel: environment ## build the wheel into dist/ and test it without the sources
 	@scripts/check-wheel
