@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .schema import RefusedError, require, whole_number
 
 WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
-KEY = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*", re.ASCII)
+KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._=-]*(/[A-Za-z0-9_-][A-Za-z0-9._=-]*)*", re.ASCII)
 RANK = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.ASCII)
 NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"}
 NUMBERS |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
@@ -108,25 +108,31 @@ def message_of(body: bytes, writer: str, position: int) -> Message:
     reader = MessagePack(body)
     fields = reader.value()
     require(reader.at == len(body) and isinstance(fields, dict), "a body is not one map")
-    require(fields.get("protocol") == 1, "an unknown protocol")
+    require(fields.get("protocol", 1) == 1, "an unknown protocol")
     require((fields.get("writer"), fields.get("position")) == (writer, position), "a record of another place")
     kind, base = fields.get("kind"), fields.get("base")
     require(kind in ("anchor", "delta"), "an unknown kind")
     require(whole_number(fields.get("epoch"), 1) and whole_number(fields.get("version"), 1), "a number is too low")
     require(type(fields.get("step")) is int, "a step is no number")
-    require(isinstance(base, dict) and all(whole_number(v, 1) for v in base.values()), "a base is no version vector")
+    require(isinstance(base, dict) and all(whole_number(v) for v in base.values()), "a base is no version vector")
+    require(all(WRITER.fullmatch(name) for name in base), "a base of what is no writer")
     own = base.get(writer)
-    require(own is None if kind == "anchor" else own is not None and own < fields["version"], "a base that cannot be")
+    require(own is None if kind == "anchor" else own and own < fields["version"], "a base that cannot be")
     blobs, digests = fields.get("blobs"), [fields.get("digest_after")]
     require(isinstance(blobs, list) and (kind == "delta" or blobs), "an anchor without payload")
     if kind == "delta":
         digests.append(fields.get("digest_before"))
     require(all(whole_number(digest) and digest < 1 << 64 for digest in digests), "a digest is no number of 64 bits")
-    require(kind == "delta" or fields.get("digest_before") is None, "an anchor starts from nothing")
-    metadata = fields.get("metadata")
+    require(kind == "delta" or fields.get("digest_before", 0) is None, "an anchor starts from nothing")
+    metadata = fields.get("metadata", {})
     require(isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()), "no metadata")
-    require(isinstance(fields.get("created"), float) and math.isfinite(fields["created"]), "no time")
-    require(isinstance(fields.get("stats"), dict), "no stats")
+    created = fields.get("created")
+    require(type(created) in (int, float) and math.isfinite(created), "no time")
+    stats = fields.get("stats")
+    require(isinstance(stats, dict) and all(map(whole_number, [stats.get("changed"), stats.get("total")])), "no stats")
+    require(whole_number(stats.get("held", 0)) and isinstance(stats.get("encodings", {}), dict), "no stats")
+    require(all(map(whole_number, stats.get("encodings", {}).values())), "no stats")
+    require(isinstance(fields.get("signature"), bytes | None), "no signature")
     members, generation = members_of(fields, writer)
     return Message(
         writer, position, fields["epoch"], kind, fields["step"], base, fields["version"], members, generation,
@@ -152,7 +158,7 @@ def members_of(fields: dict, writer: str) -> tuple[frozenset[str], int]:
 def blob_of(fields) -> Blob:
     require(isinstance(fields, dict), "no blob")
     key, size, checksum = (fields.get(name) for name in ("key", "size", "checksum"))
-    require(isinstance(key, str) and KEY.fullmatch(key), "no key of a blob")
+    require(isinstance(key, str) and len(key) <= 512 and KEY.fullmatch(key), "no key of a blob")
     require(whole_number(size) and size <= 1 << 30, "no size of a blob")
     require(isinstance(checksum, bytes) and len(checksum) == 32, "no checksum of a blob")
     return Blob(key, size, checksum)

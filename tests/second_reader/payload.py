@@ -178,7 +178,7 @@ def rotated_back(bits: list[int], dtype: str) -> list[int]:
 
 
 def read_conditional(data: Bytes, old: list[int], dtype: str) -> dict[int, int]:
-    _, exponent, below = DTYPES[dtype]
+    width, exponent, below = DTYPES[dtype]
     classes: list[list[int]] = [[] for _ in range(1 << min(exponent, 8))]
     for position, bits in enumerate(old):
         classes[(bits >> below) % len(classes) if exponent else 0].append(position)
@@ -203,6 +203,7 @@ def read_conditional(data: Bytes, old: list[int], dtype: str) -> dict[int, int]:
             last += 1 + gaps.number()
             require(last < len(members), "a change finds no place")
             magnitudes[members[last]] = sizes.number() + 1
+            require(magnitudes[members[last]] <= 1 << (width - 1), "a step is too large")
     code.end()
     raw.end()
     data.take(len(raw.data))
@@ -211,8 +212,6 @@ def read_conditional(data: Bytes, old: list[int], dtype: str) -> dict[int, int]:
 
 
 def apply_magnitudes(magnitudes, negative: list[int], old: list[int], dtype: str) -> dict[int, int]:
-    limit = 1 << (DTYPES[dtype][0] - 1)
-    require(all(magnitude <= limit for _, magnitude in magnitudes), "a step is too large")
     steps = zip(magnitudes, negative, strict=True)
     return {position: stepped(old[position], -m if sign else m, dtype) for (position, m), sign in steps}
 
@@ -241,7 +240,7 @@ def read_changes(data: Bytes, encoding: str, old: list[int], dtype: str) -> dict
 def read_part(data: bytes, kind: str, schema: Schema, part: int) -> list[tuple[int, str, bytes]]:
     """The segments of a part: number, encoding, bytes."""
     length = int.from_bytes(data[:8], "little")
-    require(len(data) >= 8 and length <= min(2 << 20, len(data) - 8) and length % 8 == 0, "no header")
+    require(len(data) >= 8 and length <= min(2 << 20, len(data) - 8), "no header")
     header = parse_json(data[8 : 8 + length])
     metadata = header.pop("__metadata__", None)
     require(isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()), "no metadata")
@@ -255,14 +254,16 @@ def read_part(data: bytes, kind: str, schema: Schema, part: int) -> list[tuple[i
     checksums = metadata.get("segments", "")
     require(HEXADECIMAL.fullmatch(checksums) and len(checksums) == 8 * len(header), "no checksums of segments")
     found, end = [], 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
+    ranges = [entry.get("data_offsets") if isinstance(entry, dict) else None for entry in header.values()]
+    require(all(isinstance(r, list) and len(r) == 2 and all(map(whole_number, r)) for r in ranges), "no ranges")
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         match = SEGMENT_NAME.fullmatch(name)
         require(match and match[1] == f"{int(match[1]):06d}", f"a segment is called {name!r}")
         offsets = entry["data_offsets"]
-        require(len(offsets) == 2 and all(map(whole_number, offsets)) and offsets[0] == end, "segments do not join")
+        require(offsets[0] == end < offsets[1], "segments do not follow each other")
         end = offsets[1]
         size = end - offsets[0]
-        require(size >= 1 and entry == {"dtype": "U8", "shape": [size], "data_offsets": offsets}, "an odd segment")
+        require(entry == {"dtype": "U8", "shape": [size], "data_offsets": offsets}, "an odd segment")
         require(8 + length + end <= len(data), "a segment ends behind its file")
         bits = data[8 + length + offsets[0] : 8 + length + end]
         due = checksums[8 * len(found) : 8 * len(found) + 8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from deltabus import Publisher, TensorSlice
@@ -110,3 +112,7 @@ def halves(weights: Weights, rank: int, ranks: int) -> dict[str, object]:
         "rows": TensorSlice(parts, (rows.start, 0), (12, 5)),
     }
     return owned | ({"bias": weights["bias"]} if rank == 0 else {})
+
+
+def flipped(data: bytes, at: int, chosen: random.Random) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << chosen.randrange(8)]) + data[at + 1 :]

@@ -39,7 +39,8 @@ def parse_json(data: bytes) -> dict:
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=once)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # an escape may stand for half a pair of surrogates
+    except (UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise RefusedError(f"no JSON: {error}") from error
     require(isinstance(value, dict), "no JSON object")
     return value

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .message import WRITER, Blob, Message, body_of, message_of
@@ -30,8 +30,10 @@ class Log:
         self.begin = found[0] if found else 0
         self.ends_at_hole = found[-1:] > [self.begin + len(found) - 1]
         self.messages: list[Message] = []
+        self.rests_on: dict[str, int] = {}
         self.states: dict[int, tuple[int, bytes]] = {}
-        self.versions: list[Message] = []  # the first message of each version
+        self.versions: dict[int, Message] = {}  # the first message that leads to each
+        self.applied: dict[int, dict[str, int]] = {}  # of other writers, by version
         seen: tuple[Seal, bytes] | None = None
         for position in itertools.takewhile(set(found).__contains__, itertools.count(self.begin)):
             record = (place / f"{position:020d}").read_bytes()
@@ -50,38 +52,40 @@ class Log:
         if message.generation == last.generation:
             require(message.members == last.members, "two groups in one generation")
             require(message.generation == 0 or message.epoch == last.epoch, "two epochs in one generation")
-        for other, version in last.base.items():
-            require(other == self.writer or message.base.get(other, 0) >= version, "a component of another falls")
-        if message.kind == "delta":
-            known = self.states.get(message.base[self.writer])
-            require(known or (self.begin and message.base[self.writer] < self.oldest(message)), "from nowhere")
-            require(known in (None, message.before), "a delta from other bits than its base is")
-            require(message.blobs or message.before == message.after, "a change without a payload")
-        if message.version in self.states:
-            require(self.states[message.version] == message.after, "one version of two states")
-        else:
-            require(message.version > max(self.states, default=0), "a version falls")
-            self.states[message.version] = message.after
-            self.versions.append(message)
+        said = {name: version for name, version in message.base.items() if name != self.writer}
+        self.rests_on = said | {name: max(v, said.get(name, 0)) for name, v in self.rests_on.items()}
+        # What was in front of a log that retention cut off is unknown, and taken at its word: digests tell.
+        if message.before is not None:
+            require(self.begin or message.base[self.writer] in self.states, "a delta from no known version")
+            known = self.states.setdefault(message.base[self.writer], message.before)
+            require(known == message.before, "a delta from other bits than its base is")
+        newer = message.version > max(self.versions, default=0)
+        require(self.begin or newer or message.version in self.states, "a version falls")
+        known = self.states.setdefault(message.version, message.after)
+        require(known == message.after, "one version of two states")
+        if message.version not in self.versions:
+            self.versions[message.version] = message
+            self.applied[message.version] = self.rests_on
         self.messages.append(message)
 
-    def oldest(self, message: Message) -> int:
-        return min(self.states, default=message.version)
+    def generation(self, version: int) -> int:
+        return max((m.generation for v, m in self.versions.items() if v <= version), default=0)
 
 
 @dataclass(frozen=True)
 class Cut:
     generation: int
-    vector: dict[str, int] = field(compare=False)
+    names: frozenset[str]  # of all groups that follow one another
+    vector: dict[str, int]
 
 
 @dataclass
 class Weights:
-    """A whole tensor: its bits in row-major order; None where no writer has an element."""
+    """A whole tensor, and its bits in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
-    bits: list[int | None]
+    bits: list[int]
 
 
 class Topic:
@@ -161,55 +165,54 @@ class Topic:
         """The cuts of each set of groups that follow one another, oldest first."""
         sets: list[set[str]] = []
         for members in {m.members for log in self.logs.values() for m in log.messages}:
-            joined = [s for s in sets if s & members]
-            sets = [s for s in sets if not s & members] + [set().union(members, *joined)]
-        return [self.cuts_of(names) for names in sets]
+            joined = [names for names in sets if names & members]
+            sets = [names for names in sets if not names & members] + [set().union(members, *joined)]
+        return [cuts for names in sets if (cuts := self.cuts_of(names))]
 
     def cuts_of(self, names: set[str]) -> list[Cut]:
         groups: dict[int, frozenset[str]] = {}
-        versions: dict[int, dict[str, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        steps: dict[int, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         for name in names & set(self.logs):
-            for message in self.logs[name].versions:
+            for version, message in sorted(self.logs[name].versions.items()):
                 same = groups.setdefault(message.generation, message.members)
                 require(same == message.members, "two groups in one generation")
-                versions[message.generation][name].append(message)
-        cuts = []
-        for generation, members in sorted(groups.items()):
-            if len(members) == 1:
-                cuts += [Cut(generation, {m.writer: m.version}) for m in versions[generation][min(members)]]
-                continue
-            steps = [{m.step: m.version for m in versions[generation][name]} for name in members]
-            for step in sorted(set.intersection(*map(set, steps))):
-                cuts.append(Cut(generation, {n: s[step] for n, s in zip(members, steps, strict=True)}))
-        return cuts
+                # A writer that is alone makes a cut with every version; of several that a member has of a step the
+                # newest counts.
+                place = message.step if len(message.members) > 1 else version
+                steps[message.generation][name][place] = version
+        return [
+            Cut(generation, frozenset(names), {name: steps[generation][name][step] for name in members})
+            for generation, members in sorted(groups.items())
+            for step in sorted(set.intersection(*(set(steps[generation][name]) for name in members)))
+        ]
 
     def newest(self) -> dict[str, int]:
         """The newest state: a version of each writer that counts in it."""
         cuts = self.cuts()
-        require(cuts and all(cuts), "a group has no cut yet")
         while True:
-            state = {name: version for line in cuts for name, version in line[-1].vector.items()}
-            early = [line for line in cuts if not self.rests(line[-1], state, cuts)]
+            chosen = [line[-1] for line in cuts]
+            early = [line for line in cuts if not self.rests(line[-1], chosen)]
             if not early:
-                return state
+                break
             for line in early:
                 line.pop()
-                require(line, "what a group rests on is missing")
+            cuts = [line for line in cuts if line]
+        require(chosen, "there is no state yet")
+        return {name: version for cut in chosen for name, version in cut.vector.items()}
 
-    def rests(self, cut: Cut, state: dict[str, int], cuts: list[list[Cut]]) -> bool:
-        """Whether all that a cut's messages say they rest on is in a state, or was replaced."""
-        needs = [item for name, version in cut.vector.items() for item in self.applied(name, version).items()]
-        replaced = [(c, line[-1]) for line in cuts for c in line[:-1] if c.generation < line[-1].generation]
-        return all(
-            state.get(name, 0) >= version
-            or any(c.vector.get(name, 0) >= version and name not in newer.vector for c, newer in replaced)
-            for name, version in needs
-        )
+    def rests(self, cut: Cut, chosen: list[Cut]) -> bool:
+        """Whether all that a cut's messages say they rest on is in a state, or was replaced by a later generation."""
 
-    def applied(self, writer: str, version: int) -> dict[str, int]:
-        """What a writer had applied of others when it published a version."""
-        (found,) = (m for m in self.logs[writer].versions if m.version == version)
-        return {name: v for name, v in found.base.items() if name != writer}
+        def there(name: str, version: int) -> bool:
+            others = [other for other in chosen if name in other.names]
+            return any(
+                other.vector.get(name, 0) >= version or other.generation > self.logs[name].generation(version)
+                for other in others
+                if name in self.logs
+            )
+
+        needs = [item for name, version in cut.vector.items() for item in self.logs[name].applied[version].items()]
+        return all(there(name, version) for name, version in needs)
 
     def tensors(self, state: dict[str, int] | None = None) -> dict[str, Weights]:
         """All tensors of a state, by name and alias; of the newest if none is said."""
@@ -232,7 +235,8 @@ class Topic:
         over = {writer: set() for writer in parts}  # whose bits this one's replace
         for one, other in itertools.combinations(parts, 2):
             if parts[one][1].keys() & parts[other][1].keys():
-                says = [a for a, b in ((one, other), (other, one)) if self.applied(a, state[a]).get(b, 0) >= state[b]]
+                pairs = ((one, other), (other, one))
+                says = [a for a, b in pairs if self.logs[a].applied[state[a]].get(b, 0) >= state[b]]
                 require(len(says) == 1, f"two writers have elements of {name}, and neither had applied the other")
                 over[says[0]].add(other if says[0] == one else one)
         found: dict[int, int] = {}
@@ -243,7 +247,8 @@ class Topic:
                 found |= parts[writer][1]
                 del over[writer]
         dtype, shape = kinds.pop()
-        return Weights(dtype, shape, [found.get(place) for place in range(math.prod(shape))])
+        require(len(found) == math.prod(shape), f"no writer has all elements of {name}")
+        return Weights(dtype, shape, [found[place] for place in range(len(found))])
 
     def check(self) -> None:
         """Read every record, schema and payload, and follow every message."""
