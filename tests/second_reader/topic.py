@@ -164,7 +164,7 @@ class Topic:
     def cuts(self) -> list[list[Cut]]:
         """The cuts of each set of groups that follow one another, oldest first."""
         sets: list[set[str]] = []
-        for members in {m.members for log in self.logs.values() for m in log.messages}:
+        for members in {m.members for log in self.logs.values() for m in log.versions.values()}:
             joined = [names for names in sets if names & members]
             sets = [names for names in sets if not names & members] + [set().union(members, *joined)]
         return [cuts for names in sets if (cuts := self.cuts_of(names))]
@@ -204,12 +204,9 @@ class Topic:
         """Whether all that a cut's messages say they rest on is in a state, or was replaced by a later generation."""
 
         def there(name: str, version: int) -> bool:
+            generation = self.logs[name].generation(version) if name in self.logs else 0
             others = [other for other in chosen if name in other.names]
-            return any(
-                other.vector.get(name, 0) >= version or other.generation > self.logs[name].generation(version)
-                for other in others
-                if name in self.logs
-            )
+            return any(other.vector.get(name, 0) >= version or other.generation > generation for other in others)
 
         needs = [item for name, version in cut.vector.items() for item in self.logs[name].applied[version].items()]
         return all(there(name, version) for name, version in needs)
