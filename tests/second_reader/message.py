@@ -6,7 +6,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from .schema import RefusedError, require, whole_number
+from .schema import ALL_64, RefusedError, require, whole_number
 
 WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
 KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._=-]*(/[A-Za-z0-9_-][A-Za-z0-9._=-]*)*", re.ASCII)
@@ -15,6 +15,7 @@ NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q
 NUMBERS |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
 CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 DEEPEST = 32
+MOST = 4096
 
 
 class MessagePack:
@@ -108,24 +109,25 @@ def message_of(body: bytes, writer: str, position: int) -> Message:
     reader = MessagePack(body)
     fields = reader.value()
     require(reader.at == len(body) and isinstance(fields, dict), "a body is not one map")
-    require(fields.get("protocol", 1) == 1, "an unknown protocol")
+    require(whole_number(fields.get("protocol", 1), 1, 1), "an unknown protocol")
     require((fields.get("writer"), fields.get("position")) == (writer, position), "a record of another place")
     kind, base = fields.get("kind"), fields.get("base")
     require(kind in ("anchor", "delta"), "an unknown kind")
     require(whole_number(fields.get("epoch"), 1) and whole_number(fields.get("version"), 1), "a number is too low")
-    require(type(fields.get("step")) is int, "a step is no number")
+    require(whole_number(fields.get("step"), 1 - (1 << 63)), "a step is no number")
     require(isinstance(base, dict) and all(whole_number(v) for v in base.values()), "a base is no version vector")
-    require(all(WRITER.fullmatch(name) for name in base), "a base of what is no writer")
+    require(len(base) <= MOST and all(map(WRITER.fullmatch, base)), "a base of what are no writers, or too many")
     own = base.get(writer)
     require(own is None if kind == "anchor" else own and own < fields["version"], "a base that cannot be")
     blobs, digests = fields.get("blobs"), [fields.get("digest_after")]
-    require(isinstance(blobs, list) and (kind == "delta" or blobs), "an anchor without payload")
+    require(isinstance(blobs, list) and len(blobs) <= 8192 and (kind == "delta" or blobs), "no payload")
     if kind == "delta":
         digests.append(fields.get("digest_before"))
-    require(all(whole_number(digest) and digest < 1 << 64 for digest in digests), "a digest is no number of 64 bits")
+    require(all(whole_number(digest, 0, ALL_64) for digest in digests), "a digest is no number of 64 bits")
     require(kind == "delta" or fields.get("digest_before", 0) is None, "an anchor starts from nothing")
     metadata = fields.get("metadata", {})
-    require(isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()), "no metadata")
+    require(isinstance(metadata, dict) and len(metadata) <= 256, "no metadata")
+    require(all(isinstance(v, str) for v in metadata.values()), "no metadata")
     created = fields.get("created")
     require(type(created) in (int, float) and math.isfinite(created), "no time")
     stats = fields.get("stats")
@@ -143,10 +145,11 @@ def message_of(body: bytes, writer: str, position: int) -> Message:
 
 def members_of(fields: dict, writer: str) -> tuple[frozenset[str], int]:
     group, cohort = fields.get("group"), fields.get("cohort", {"generation": 0})
-    require(isinstance(group, list) and all(isinstance(m, str) and WRITER.fullmatch(m) for m in group), "no group")
+    require(isinstance(group, list) and len(group) <= MOST, "no group")
+    require(all(isinstance(m, str) and WRITER.fullmatch(m) for m in group), "no group")
     require(isinstance(cohort, dict), "no cohort")
     generation, ranks = cohort.get("generation"), cohort.get("ranks", 0)
-    require(whole_number(generation, 1 if "cohort" in fields else 0) and whole_number(ranks), "no cohort")
+    require(whole_number(generation, 1 if "cohort" in fields else 0) and whole_number(ranks, 0, MOST), "no cohort")
     if ranks:
         match = RANK.fullmatch(writer)
         require(not group and match and int(match[2]) < ranks, "a writer that is none of its group's ranks")
@@ -159,6 +162,6 @@ def blob_of(fields) -> Blob:
     require(isinstance(fields, dict), "no blob")
     key, size, checksum = (fields.get(name) for name in ("key", "size", "checksum"))
     require(isinstance(key, str) and len(key) <= 512 and KEY.fullmatch(key), "no key of a blob")
-    require(whole_number(size) and size <= 1 << 30, "no size of a blob")
+    require(whole_number(size, 0, 1 << 30), "no size of a blob")
     require(isinstance(checksum, bytes) and len(checksum) == 32, "no checksum of a blob")
     return Blob(key, size, checksum)

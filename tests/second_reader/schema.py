@@ -46,8 +46,8 @@ def parse_json(data: bytes) -> dict:
     return value
 
 
-def whole_number(value, least=0):
-    return type(value) is int and value >= least
+def whole_number(value, least=0, most=(1 << 63) - 1):
+    return type(value) is int and least <= value <= most
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class Schema:
     def __init__(self, data: bytes) -> None:
         self.name = hashlib.sha256(data).hexdigest()
         value = parse_json(data)
-        require(value.get("format") == 1, "an unknown format of schemas")
-        require(whole_number(value.get("segment_elements"), 1), "segment_elements is no count")
+        require(whole_number(value.get("format", 1), 1, 1), "an unknown format of schemas")
+        size = value.get("segment_elements", 1 << 22)
+        require(whole_number(size, 1, 1 << 28), "segment_elements is no count")
         require(isinstance(value.get("tensors"), list), "a schema without tensors")
         self.tensors = [self._tensor(entry) for entry in value["tensors"]]
         names = [tensor.name for tensor in self.tensors]
@@ -94,26 +95,29 @@ class Schema:
         self.dtypes = list(dict.fromkeys(tensor.dtype for tensor in self.tensors))
         self.lines = {dtype: [t for t in self.tensors if t.dtype == dtype and t.size] for dtype in self.dtypes}
         self.begins = {dtype: [0, *accumulate(t.size for t in line)] for dtype, line in self.lines.items()}
+        sizes = [begins[-1] for begins in self.begins.values()]
+        require(sum(sizes) < 1 << 63 and sum(-(-n // size) for n in sizes) <= 1 << 20, "too many segments")
         self.segments = [
-            (dtype, begin, min(begin + value["segment_elements"], self.begins[dtype][-1]))
+            (dtype, begin, min(begin + size, self.begins[dtype][-1]))
             for dtype in self.dtypes
-            for begin in range(0, self.begins[dtype][-1], value["segment_elements"])
+            for begin in range(0, self.begins[dtype][-1], size)
         ]
-        require(len(self.segments) <= 1 << 20, "too many segments")
 
     @staticmethod
     def _tensor(entry) -> Tensor:
         require(isinstance(entry, dict), "a tensor is no object")
         box = entry.get("slice")
-        lists = [entry.get("shape"), *([box.get("start"), box.get("whole")] if isinstance(box, dict) else [])]
+        require("slice" not in entry or isinstance(box, dict), "no slice")
+        lists = [entry.get("shape"), *([] if box is None else [box.get("start"), box.get("whole")])]
         require(all(isinstance(n, list) and len(n) <= 64 and all(map(whole_number, n)) for n in lists), "no shape")
-        aliases = entry.get("aliases")
+        aliases = entry.get("aliases", [])
         require(isinstance(aliases, list), "no aliases")
         require(all(isinstance(name, str) for name in [entry.get("name"), *aliases]), "no name")
-        require(entry.get("dtype") in DTYPES, "no dtype")
+        require(isinstance(entry.get("dtype"), str) and entry["dtype"] in DTYPES, "no dtype")
         shape, start, whole = (tuple(n) for n in (lists if len(lists) == 3 else (lists[0], (), ())))
         if box is not None:
             require(len(start) == len(whole) == len(shape), "a slice of other dimensions")
+            require(math.prod(whole) < 1 << 63, "too many elements")
             require(all(s + n <= w for s, n, w in zip(start, shape, whole, strict=True)), "a slice beyond its tensor")
             return Tensor(entry["name"], entry["dtype"], shape, tuple(aliases), start, whole)
         return Tensor(entry["name"], entry["dtype"], shape, tuple(aliases), None, None)

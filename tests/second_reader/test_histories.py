@@ -12,7 +12,7 @@ from deltabus.bus.sequencer import Sequencer
 from .schema import RefusedError
 from .topic import Topic
 
-HISTORIES = 400
+HISTORIES = 300
 SCHEMAS = [Blob(key=f"schemas/{name * 64}.json", size=1, checksum=name.encode() * 32) for name in "ab"]
 BLOBS = (Blob(key="blobs/x", size=1, checksum=bytes(32)),)
 WRITERS = ["run-0", "run-1", "other"]

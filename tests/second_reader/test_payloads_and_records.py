@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,12 +22,13 @@ from deltabus.codecs.schema import Schema as TheirSchema
 from deltabus.codecs.schema import TensorSpec
 
 from .message import body_of, message_of
-from .payload import read_payload
+from .payload import Bytes, read_changes, read_payload
 from .published import flipped, of_every_dtype, snapshot
-from .schema import ALL_64, RefusedError, Schema
+from .schema import ALL_64, RefusedError, Schema, term
 from .seals import Key, Seal, open_seal
 
 TESTS = Path(__file__).parents[1]
+DOCS = TESTS.parent / "docs"
 PAYLOADS, RECORDS = TESTS / "codecs" / "golden", TESTS / "bus" / "golden"
 ENCODINGS = ["conditional", "overwrite", "step", "dense"]
 
@@ -71,6 +76,45 @@ def test_golden_records(name):
     for at in range(0, len(body), 23):
         with pytest.raises(RefusedError):
             open_seal(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], keys)
+
+
+def test_the_examples_of_the_pages():
+    payloads, protocol = ((DOCS / name).read_text(encoding="utf-8") for name in ("format.md", "protocol.md"))
+    example = payloads[payloads.index("## 5. An example") :]
+    old = [int(bits, 16) for bits in re.search(r"^ +old +(.*)$", example, re.MULTILINE)[1].split()]
+    new = [0x3F80, 0x3F82, 0xBF81, 0x4000, 0x3F82, 0x8000]
+    table = {"name": "w", "dtype": "BF16", "shape": [2, 3], "aliases": []}
+    ours = Schema(json.dumps({"tensors": [table], "segment_elements": 1 << 22, "format": 1}).encode())
+    theirs = TheirSchema.of([TensorSpec(name="w", dtype="BF16", shape=(2, 3))])
+    positions = np.array([1, 2, 5], np.uint32)
+    held, after = np.array(old, np.uint16), np.array(new, np.uint16)
+    changes = Changes(theirs, {0: SegmentChanges(positions, held[positions], after[positions])})
+    rows = dict(re.findall(r"^    ([a-z]+) +((?:[0-9A-F]{2} )+[0-9A-F]{2})$", example, re.MULTILINE))
+    assert rows.keys() == {*ENCODINGS, "full"}
+    for name, text in rows.items():
+        data = bytes.fromhex(text)
+        if name == "full":
+            (part,) = encode_anchor(theirs, lambda _: held)
+        else:
+            (part,) = encode_delta(changes, base=lambda _: held, encoding=name)
+            found = read_changes(Bytes(data), name, old, "BF16")
+            assert [found.get(i, bits) for i, bits in enumerate(old)] == new
+        assert part.data.endswith(data)
+        kind = "anchor" if name == "full" else "delta"
+        state, _ = read_payload([sealed(part.data, schema=ours.name)], kind, ours, {"BF16": old})
+        assert state == {"BF16": old if name == "full" else new}
+    numbers = protocol[protocol.index("Numbers to test with") :]
+    seeds = re.findall(r"^\| [^|]+ \| `([0-9a-f]{16})` \|", numbers, re.MULTILINE)
+    whole = ours.tensors[0]
+    row = replace(whole, shape=(1, 3), start=(1, 0), whole=(2, 3))
+    scalar = replace(whole, name="n", dtype="I64", shape=())
+    assert [f"{tensor.seed():016x}" for tensor in (whole, row, scalar)] == seeds
+    first = [term(whole.seed(), i, bits) for i, bits in enumerate(old)]
+    told = [ours.digest({"BF16": old}), *first[:2], term(scalar.seed(), 0, 0x29)]
+    assert [number for number in told if f"`{number:016x}`" not in numbers] == []
+    secret, public = (re.search(rf"`({kind}:[^.`]+)`", protocol)[1] for kind in ("ed25519", "ed25519-public"))
+    assert Key.parse(secret) == Key.parse(public)
+    assert [f"`{key.id.hex()}`" in protocol for key in (Key.parse(secret), Key(2, bytes(range(32))))] == [True, True]
 
 
 def lines_of(schema: Schema, found: dict) -> dict[str, list[int]]:
@@ -144,41 +188,129 @@ def test_both_readers_refuse_the_same_payloads():
     assert read  # some damage makes other changes, which the digest then shows
 
 
-def test_both_readers_refuse_the_same_records():
-    chosen, read, refused = random.Random(5), 0, 0
+def damaged_schemas():
+    """A schema with one value left out, or another in its place."""
+    box = {"start": [1, 0], "whole": [4, 5]}
+    first = {"name": "a", "dtype": "BF16", "shape": [3, 5], "aliases": ["c"], "slice": box}
+    second = {"name": "b", "dtype": "I8", "shape": [], "aliases": []}
+    schema = {"tensors": [first, second], "segment_elements": 7, "format": 1}
+    values = [None, True, -1, 0, 1, 2, 1.5, 1 << 28, (1 << 28) + 1, 1 << 63, "", "a", "b", "c", "\ud800", "é", "F64"]
+    values += ["F4", [], ["a"], ["c"], ["c", "c"], [0, 5], [4, 5], [3, 5, 0], [0] * 64, [1] * 65, [-1, 1], [1.0, 1], {}]
+    values += [[1 << 32, 1 << 31], [1 << 32, 1 << 30], {**box, "start": [2, 0]}, {**box, "start": [1]}, [second, first]]
+    yield from (json.dumps(schema).encode(), b"[]", b"", b"{}", b"\xff", b'{"tensors":[]}')
+    for place in ([], ["tensors", 0], ["tensors", 1], ["tensors", 0, "slice"]):
+        for name in [*functools.reduce(lambda found, key: found[key], place, schema), "more", "slice"]:
+            for value in [*values, ...]:
+                damaged = json.loads(json.dumps(schema))
+                found = functools.reduce(lambda found, key: found[key], place, damaged)
+                found[name] = value
+                if value is ...:
+                    del found[name]
+                yield json.dumps(damaged).encode()
+
+
+def test_both_readers_refuse_the_same_schemas():
+    read = refused = 0
+    for data in damaged_schemas():
+        try:
+            schema = Schema(data)
+        except RefusedError:
+            schema = None
+        try:
+            theirs = TheirSchema.decode(data)
+        except DeltabusError:
+            theirs = None
+        assert (schema is None) == (theirs is None), data
+        if schema is None:
+            refused += 1
+            continue
+        read += 1
+        assert [tensor.seed() for tensor in schema.tensors] == [tensor.seed for tensor in theirs.tensors]
+        assert [(d, b - a) for d, a, b in schema.segments] == [(s.dtype.name, s.size) for s in theirs.segments]
+    assert min(read, refused) > 50
+
+
+def damaged_records():
+    """Bodies with a bit flipped, a field left out, or another value in its place."""
+    chosen = random.Random(5)
     for path in sorted(RECORDS.glob("*.record")):
         data = path.read_bytes()
-        for _ in range(400):
-            body = flipped(data, chosen.randrange(8, len(data)), chosen)[8:]
-            try:
-                message = message_of(body, "trainer", 0)
-            except RefusedError as error:
-                message = None
-                if "UTF-8" in str(error):  # deltabus does not look at the names of fields that it does not know
-                    continue
-            try:
-                theirs = decode_message(framed(body), writer="trainer", position=0)
-            except DeltabusError:
-                theirs = None
-            assert (message is None) == (theirs is None), (path.name, body, message, theirs)
-            if message is None:
-                refused += 1
+        for _ in range(300):
+            yield flipped(data, chosen.randrange(8, len(data)), chosen)[8:]
+    fields = msgspec.msgpack.decode((RECORDS / "v1-unsigned.record").read_bytes()[8:])
+    delta = {**fields, "kind": "delta", "version": 5, "base": {"trainer": 4, "a": 1}, "digest_before": 7, "blobs": []}
+    ranks = {**fields, "writer": "trainer-1", "group": [], "cohort": {"generation": 3, "ranks": 2}}
+    numbers = [
+        -1,
+        0,
+        1,
+        2,
+        4,
+        5,
+        4096,
+        4097,
+        1 << 28,
+        1 << 30,
+        1 << 62,
+        (1 << 63) - 1,
+        1 << 63,
+        (1 << 64) - 1,
+        -(1 << 63),
+    ]
+    names = ["trainer", "trainer-1", "trainer-01", "-x", "a" * 63, "a" * 64, "é", "anchor", "delta", "a/b"]
+    keys = ["a//b", "=a", "a/=b", ".a", "a/.b", "a" * 512, "a" * 513, "é", ""]
+    lists = [[], ["trainer"], ["a"], ["trainer", "trainer"], ["b", "trainer", "a"], [{}], [1], {}]
+    maps = [{"a": "b"}, {"a": 1}, {"trainer": 1}, {"trainer": 0}, {"a": 0}, {"-": 1}, {str(i): "" for i in range(257)}]
+    maps += [{"generation": 1, "ranks": ranks} for ranks in (0, 1, 2, 4096, 4097)] + [{"generation": 0}, {"ranks": 2}]
+    values = [None, True, 1.5, float("nan"), b"", bytes(32), bytes(33), *numbers, *names, *keys, *lists, *maps]
+    for message in (fields, delta, ranks):
+        for name in [*message, "cohort"]:
+            yield msgspec.msgpack.encode({key: message[key] for key in message if key != name})
+            inner = message.get(name)
+            for value in values:
+                yield msgspec.msgpack.encode({**message, name: value})
+                if isinstance(inner, dict):
+                    for key in inner:
+                        yield msgspec.msgpack.encode({**message, name: {**inner, key: value}})
+            if isinstance(inner, dict):
+                for key in inner:
+                    yield msgspec.msgpack.encode({**message, name: {k: inner[k] for k in inner if k != key}})
+
+
+def test_both_readers_refuse_the_same_records():
+    read = refused = 0
+    names = ["epoch", "kind", "step", "version", "members", "generation", "digest_before", "digest_after", "metadata"]
+    for body in damaged_records():
+        writer = "trainer-1" if b"trainer-1" in body[:30] else "trainer"
+        try:
+            message = message_of(body, writer, 0)
+        except RefusedError as error:
+            message = None
+            if "UTF-8" in str(error):  # deltabus does not look at the names of fields that it does not know
                 continue
-            read += 1
-            names = ("epoch", "kind", "step", "base", "version", "members", "digest_before", "digest_after", "metadata")
-            assert [getattr(message, name) for name in names] == [getattr(theirs, name) for name in names]
-    assert read and refused
+        try:
+            theirs = decode_message(framed(body), writer=writer, position=0)
+        except DeltabusError:
+            theirs = None
+        assert (message is None) == (theirs is None), (body, message, theirs)
+        if message is None:
+            refused += 1
+            continue
+        read += 1
+        assert [getattr(message, name) for name in [*names, "base"]] == [getattr(theirs, n) for n in [*names, "base"]]
+    assert min(read, refused) > 300
 
 
 def framed(body: bytes) -> bytes:
     return b"DBM1" + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def sealed(data: bytes) -> bytes:
+def sealed(data: bytes, **more: str) -> bytes:
     """A part with the checksums that its header needs."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    metadata = header["__metadata__"]
+    metadata = header["__metadata__"] | more
+    header["__metadata__"] = metadata
     metadata["segments"] = "".join(
         f"{zlib.crc32(name.encode() + data[8 + length + begin : 8 + length + end]):08x}"
         for name, (begin, end) in sorted(

@@ -216,7 +216,7 @@ def files_of(place: Path) -> list[Path]:
     return [path for path in sorted(place.rglob("*")) if path.is_file()]
 
 
-@pytest.mark.parametrize("key", [None, OLD], ids=["not signed", "signed"])
+@pytest.mark.parametrize("key", [None, SHARED], ids=["not signed", "signed"])
 def test_a_flipped_byte_in_any_file_is_refused(tmp_path, key):
     publish(tmp_path.as_uri(), small(), range(4), anchor=2, skips="all", key=key)
     keys = [key.text] if key else []
