@@ -17,7 +17,7 @@ import pytest
 from deltabus.bus.errors import DeltabusError
 from deltabus.bus.message import decode_message
 from deltabus.codecs.changes import Changes, SegmentChanges
-from deltabus.codecs.container import decode_delta, encode_anchor, encode_delta
+from deltabus.codecs.container import decode_delta, encode_anchor, encode_delta, open_part
 from deltabus.codecs.schema import Schema as TheirSchema
 from deltabus.codecs.schema import TensorSpec
 
@@ -303,6 +303,65 @@ def test_both_readers_refuse_the_same_records():
 
 def framed(body: bytes) -> bytes:
     return b"DBM1" + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def damaged_headers():
+    """Parts with one value of the header left out, or another in its place; the checksum is made to fit."""
+    data = (PAYLOADS / "v1-step.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    values = ["", "1", "01", "0", "delta", "anchor", "a" * 64, "A" * 8, "0" * 8, None, True, 0, 1, -1, 1 << 63, 1.5]
+    values += [[], {}, [0], [1], [0, 1], [0, 0], [0, 1, 2], [-1, 1], ["0", "1"], "U8", "I8", "\ud800", "é"]
+    for name in [
+        *header,
+        "more",
+        "segment.000009.step",
+        "segment.9.step",
+        "segment.0000009.step",
+        "segment.000009.Step",
+    ]:
+        inner = header.get(name, {})
+        for key in [*inner, "more", ...] if isinstance(inner, dict) else [...]:
+            for value in [*values, ...]:
+                changed = json.loads(json.dumps(header))
+                found, at = (changed, name) if key is ... else (changed.setdefault(name, {}), key)
+                found[at] = value
+                if value is ...:
+                    del found[at]
+                yield with_header(changed, data[8 + length :], fit=key != "checksum")
+    yield with_header(dict(reversed(header.items())), data[8 + length :])
+    yield with_header(header, data[8 + length :] + b"\0")
+    yield with_header(header, data[8 + length : -1])
+    yield data[: 8 + length // 2]
+    yield data[:8].replace(b"\0", b"\xff") + data[8:]
+
+
+def with_header(header: dict, segments: bytes, *, fit: bool = True) -> bytes:
+    metadata = header.get("__metadata__")
+    if fit and isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        texts = "".join(f"{key}\0{value}\0" for key, value in sorted(metadata.items()) if key != "checksum")
+        metadata["checksum"] = f"{zlib.crc32(texts.encode('utf-8', 'surrogatepass')):08x}"
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + segments
+
+
+def test_both_readers_refuse_the_same_headers():
+    schema, old, _ = golden_states()
+    read = refused = 0
+    for data in damaged_headers():
+        try:
+            state, _ = read_payload([data], "delta", schema, old)
+        except RefusedError:
+            state = None
+        try:
+            part = open_part(data)
+            theirs = part.kind == "delta" and part.schema_checksum.hex() == schema.name and part.number == 0
+        except DeltabusError:
+            theirs = False
+        assert (state is not None) == theirs, data[: data.index(b"}}") + 2]
+        read += theirs
+        refused += not theirs
+    assert read > 10 and refused > 300
 
 
 def sealed(data: bytes, **more: str) -> bytes:

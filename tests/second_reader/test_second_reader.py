@@ -181,6 +181,24 @@ def test_writers_that_rest_on_one_another(tmp_path):
             Topic(tmp_path).tensors()
 
 
+def test_a_tensor_that_nobody_has_whole(tmp_path):
+    with Publisher(tmp_path.as_uri()) as publisher:
+        publisher.publish(1, halves(small(), 0, 2)).result(LIMIT)
+    topic = Topic(tmp_path)
+    topic.check()
+    with pytest.raises(RefusedError, match="no writer has all elements"):
+        topic.tensors()
+
+
+def test_a_group_without_a_step_in_common_is_not_waited_for(tmp_path):
+    url, weights = tmp_path.as_uri(), small()
+    group = Group.of_ranks("rank", 2, generation=1)
+    with Publisher(url) as alone, Publisher(url, writer="rank-0", group=group) as rank:
+        alone.publish(1, weights).result(LIMIT)
+        rank.publish(1, {"more": torch.ones(3)}).result(LIMIT)
+    assert found(Topic(tmp_path)) == snapshot(weights)
+
+
 # Signatures
 
 
