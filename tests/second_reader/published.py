@@ -8,7 +8,7 @@ import torch
 
 from deltabus import Publisher, TensorSlice
 
-LIMIT = 30
+LIMIT = 90  # compiled loops take half a minute, the first time
 DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
