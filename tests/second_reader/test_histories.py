@@ -46,7 +46,7 @@ class Log:
         if restarts:
             self.epoch += -1 if self.strange() else 1
             self.generation += 1 if self.writer != "other" and not self.strange() else 0
-        repeats = self.version > 0 and not restarts and chosen.random() < 0.15
+        repeats = self.version > 0 and chosen.random() < 0.15
         base = self.version - (1 if repeats or self.strange() else 0) - (chosen.random() < 0.1)
         version = self.version if repeats else self.version + 1 + self.strange()
         anchor = base < 1 or base not in self.states or chosen.random() < 0.2

@@ -164,7 +164,7 @@ class Topic:
     def cuts(self) -> list[list[Cut]]:
         """The cuts of each set of groups that follow one another, oldest first."""
         sets: list[set[str]] = []
-        for members in {m.members for log in self.logs.values() for m in log.versions.values()}:
+        for members in {m.members for log in self.logs.values() for m in log.messages}:
             joined = [names for names in sets if names & members]
             sets = [names for names in sets if not names & members] + [set().union(members, *joined)]
         return [cuts for names in sets if (cuts := self.cuts_of(names))]
@@ -173,9 +173,10 @@ class Topic:
         groups: dict[int, frozenset[str]] = {}
         steps: dict[int, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         for name in names & set(self.logs):
-            for version, message in sorted(self.logs[name].versions.items()):
+            for message in self.logs[name].messages:
                 same = groups.setdefault(message.generation, message.members)
                 require(same == message.members, "two groups in one generation")
+            for version, message in sorted(self.logs[name].versions.items()):
                 # A writer that is alone makes a cut with every version; of several that a member has of a step the
                 # newest counts.
                 place = message.step if len(message.members) > 1 else version
