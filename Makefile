@@ -36,7 +36,7 @@ demo: environment ## train a real model, follow it, kill things, compare every b
 test: environment ## run all tests
 	@.venv/bin/pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test-vllm: ## run the tests against real vLLM servers on the CPU, in an environment of their own; 1.8 GB, 10 minutes
+test-vllm: ## run the tests against real vLLM servers on the CPU, in an environment of their own; 1.8 GB, 7 minutes
 	@scripts/test-vllm $(ARGS)
 
 coverage: environment ## run all tests and show which lines they reach; takes half as long again
