@@ -136,6 +136,41 @@ async def test_a_new_driver_puts_right_what_a_dead_one_left(tmp_path, topic, bas
         assert not server.paused
 
 
+PATHS = ["pause", "start_weight_update", "update_weights", "reset_prefix_cache", "finish_weight_update", "resume"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_driver_that_is_cancelled_lets_requests_go_on(tmp_path, topic, base, path):
+    server = EngineServer(base, tmp_path / "model.safetensors", 2)
+    tensors = {name: tensor.clone() for name, tensor in base.items()}
+    held, go = asyncio.Event(), asyncio.Event()
+
+    def hold(called):
+        if called == path and (server.paused or called == "pause"):
+            held.set()
+            return asyncio.wait_for(go.wait(), LIMIT)
+        return None
+
+    server.before = hold
+    async with server.serving():
+        with Publisher(topic, on_busy="wait") as publisher:
+            publisher.publish(0, tensors)
+            train(tensors, 1)
+            publisher.publish(1, tensors)
+            publisher.flush()
+        driving = asyncio.create_task(drive([server.url], DriveSettings(topic=topic, timeout=20), tell=print))
+        await asyncio.wait_for(held.wait(), LIMIT)
+        for _ in range(2):
+            driving.cancel()
+            await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(driving, LIMIT)
+        assert not server.paused
+        assert server.active == [False, False]
+        assert is_at(server, tensors), "what was begun is finished"
+
+
 async def test_an_engine_whose_weights_drifted_is_refused_and_then_made_good(tmp_path, topic, base):
     server = EngineServer(base, tmp_path / "model.safetensors")
     tensors = {name: tensor.clone() for name, tensor in base.items()}

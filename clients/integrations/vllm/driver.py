@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -28,6 +28,8 @@ from deltabus.transports import open_transport
 from .server import VllmServer
 
 __all__ = ["PAUSE_MODES", "DriveSettings", "Driven", "drive"]
+
+_T = TypeVar("_T")
 
 PAUSE_MODES = ("keep", "wait", "abort")
 """What a pause does to requests that run: they go on later, are waited for, or are ended."""
@@ -255,7 +257,8 @@ class _Replica:
         if all(_state(each, "held") == goal.state for each in said):
             await self._server.set_version(str(goal.version))
         else:
-            paused = await self._write(goal)
+            # Also when cancelled: a server that is left paused serves nobody. Each request has a limit.
+            paused = await _to_its_end(self._write(goal))
         self._held = goal.state
         newest = self._topic.newest or goal
         return Driven(
@@ -300,9 +303,8 @@ class _Replica:
             await self._server.reset_prefix_cache()
             await self._server.finish(str(goal.version))
         except BaseException:
-            # Also when cancelled: a server that is left paused serves nobody.
             with suppress(EngineError):
-                await asyncio.shield(asyncio.ensure_future(self._take_back()))
+                await self._take_back()
             raise
         await self._server.resume()
         return time.monotonic() - began
@@ -317,6 +319,21 @@ class _Replica:
             with suppress(EngineError):
                 await self._server.finish(None)  # refused by those workers that have ended theirs
         await self._server.resume()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Wait until work has ended, however often this is cancelled meanwhile."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # looked at, so that nobody is told that it was lost
+        raise cancelled
+    return task.result()
 
 
 def _state(said: Mapping[str, Any], key: str) -> VersionVector | None:
