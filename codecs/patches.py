@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .changes import Bits, SegmentChanges
+from .helpers import Helpers, share_out
 from .kernels import compare
 from .on_device import as_tensor
 from .schema import Piece, Segment
@@ -19,6 +20,9 @@ from .slices import Place, Window
 from .state import as_integers
 
 __all__ = ["Mismatch", "Patch", "first_mismatch", "memory_of", "patch_of", "places_in", "write_all"]
+
+_WORTH_HELP = 1 << 16
+"""Changed elements from which on it pays to wake helpers."""
 
 
 class Mismatch(NamedTuple):
@@ -121,35 +125,52 @@ def patch_of(place: Place, segment: Segment, piece: Piece, change: SegmentChange
 
 
 @torch.inference_mode()
-def first_mismatch(patches: Iterable[Patch]) -> Mismatch | None:
+def first_mismatch(patches: Sequence[Patch], helpers: Helpers | None = None) -> Mismatch | None:
     """Return an element that does not hold the bits that its change starts from, None when there is none."""
+    wrong: list[Mismatch] = []
     by_device: dict[torch.device, list[_TorchPatch]] = {}
     for patch in patches:
-        if isinstance(patch, _HostPatch):
-            index = compare.first_not_holding(patch.run, patch.places, patch.old)
-            if index >= 0:
-                return patch.mismatch(index)
-        else:
+        if isinstance(patch, _TorchPatch):
             by_device.setdefault(patch.memory.device, []).append(patch)
+
+    def look(patch: _HostPatch) -> None:
+        index = compare.first_not_holding(patch.run, patch.places, patch.old)
+        if index >= 0:
+            wrong.append(patch.mismatch(index))
+
+    _share_out(look, patches, helpers)
+    if wrong:
+        return min(wrong)
     for group in by_device.values():
         # One wait for all answers, and not one for each.
-        wrong = torch.stack([(patch.held() != patch.old).any() for patch in group])
-        for patch, failed in zip(group, wrong.tolist(), strict=True):
+        differ = torch.stack([(patch.held() != patch.old).any() for patch in group])
+        for patch, failed in zip(group, differ.tolist(), strict=True):
             if failed:
                 return patch.mismatch()
     return None
 
 
-def write_all(patches: Sequence[Patch], *, back: bool = False) -> None:
-    """Write the new bits, or `back` the old ones, and return when all are there."""
+def write_all(patches: Sequence[Patch], *, back: bool = False, helpers: Helpers | None = None) -> None:
+    """Write the new bits, or `back` the old ones, and return when all are there.
+
+    When this raises, nobody writes any more.
+    """
     # Inference mode, because tensors that were made in it can be written to in no other.
     with torch.inference_mode():
+        queued: dict[torch.device, _TorchPatch] = {}
         for patch in patches:
-            patch.write(back=back)
+            if isinstance(patch, _TorchPatch):
+                patch.write(back=back)
+                queued[patch.memory.device] = patch
+        _share_out(lambda patch: patch.write(back=back), patches, helpers)
         # A copy to the host comes after all that was queued before.
-        queued = (patch for patch in patches if isinstance(patch, _TorchPatch))
-        for last in {patch.memory.device: patch for patch in queued}.values():
+        for last in queued.values():
             last.new[:1].cpu()
+
+
+def _share_out(work: Callable[[_HostPatch], object], patches: Sequence[Patch], helpers: Helpers | None) -> None:
+    here = [patch for patch in patches if isinstance(patch, _HostPatch)]
+    share_out(work, here, helpers if sum(patch.places.size for patch in here) >= _WORTH_HELP else None)
 
 
 def memory_of(tensor: Tensor) -> Tensor:

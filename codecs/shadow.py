@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -19,13 +20,13 @@ from deltabus.bus.errors import CorruptPayloadError, StorageFullError, UsageErro
 
 from . import dtypes, on_device
 from .ahead import in_order
-from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, validate
+from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
-from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take
-from .schema import Schema
+from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take, to_host
+from .schema import Piece, Schema, Segment
 from .state import State
 
-__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
+__all__ = ["Allocate", "Scratch", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
 
 _AHEAD = 64
 
@@ -97,6 +98,11 @@ class Shadow:
 
         return cls(state.schema, list(in_order(filled, indices, pool=pool, ahead=_AHEAD)))
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether all of its bits are arrays in host memory."""
+        return not any(isinstance(bits, Tensor) for bits in self._bits)
+
     def read(self, index: int) -> Held:
         """Return the bits of a segment: the live ones, not to be written to."""
         return self._bits[index]
@@ -132,11 +138,51 @@ class Shadow:
                 for _ in in_order(self._write, changes.segments.items(), pool=pool, ahead=_AHEAD):
                     pass
             except BaseException:
-                # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
-                for index, change in changes.segments.items():
-                    with self._locks[index]:
-                        scatter(self._bits[index], change.positions, change.old)
+                self._take_back(changes.segments)
                 raise
+
+    def follow(self, state: State, *, pool: Executor | None = None, skip: Container[int] = frozenset()) -> Changes:
+        """Take over a state, all of it or nothing, and return the changes that led there; only `in_host_memory`.
+
+        It is what `capture` and `advance` do, in one pass: what was just read need not be checked, and lies in the
+        processor's cache.
+
+        Args:
+            state: What there is now.
+            pool: Works on several segments at once.
+            skip: Numbers of tensors that are known to hold what the shadow does, and are not compared.
+
+        Raises:
+            SchemaMismatchError: If the state has another schema; the error names the tensor that differs, and how.
+        """
+        check_same_schema(self.schema, state.schema)
+        moved: dict[int, Gathered] = {}
+
+        def followed(index: int) -> SegmentChanges | None:
+            segment = self.schema.segments[index]
+            found = Gathered(segment.dtype.bits, segment.size)
+            with self._locks[index]:
+                moved[index] = found
+                for piece, run in _runs(segment, self._bits[index], skip):
+                    found.add(to_host(run), state.piece(piece), piece.offset, moves=True)
+                change = found.changes()
+                if change is not None:
+                    self._note(index, change)
+                return change
+
+        with self._writing:
+            try:
+                return collected(self.schema, followed, pool=pool)
+            except BaseException:
+                self._take_back({index: SegmentChanges(*found.taken()) for index, found in moved.items()})
+                raise
+
+    def _take_back(self, segments: Mapping[int, SegmentChanges]) -> None:
+        """Write old bits back, whether or not the new ones were written."""
+        # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
+        for index, change in segments.items():
+            with self._locks[index]:
+                scatter(self._bits[index], change.positions, change.old)
 
     def _check(self, item: tuple[int, SegmentChanges]) -> None:
         index, change = item
@@ -150,9 +196,13 @@ class Shadow:
     def _write(self, item: tuple[int, SegmentChanges]) -> None:
         index, change = item
         with self._locks[index]:
-            for snapshot in self._snapshots:
-                snapshot._note(index, change)
             scatter(self._bits[index], change.positions, change.new)
+            self._note(index, change)
+
+    def _note(self, index: int, change: SegmentChanges) -> None:
+        """Tell snapshots of a change that was made; the segment's lock is held since before it was."""
+        for snapshot in self._snapshots:
+            snapshot._note(index, change)
 
     def load(self, index: int, bits: Held) -> None:
         """Replace a segment's bits by a copy of these.
@@ -179,6 +229,25 @@ class Shadow:
     def _release(self, snapshot: Snapshot) -> None:
         with self._writing:
             self._snapshots.discard(snapshot)
+
+
+class Scratch:
+    """Host memory for one segment in each thread that uses it, so that not each copy takes fresh memory.
+
+    That is cleared by the system, page by page, which takes as long as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def copy(self, bits: Bits) -> Bits:
+        """Return a copy that is good until the calling thread makes another one."""
+        room: Bits | None = getattr(self._of_thread, "room", None)
+        if room is None or room.nbytes < bits.nbytes:
+            room = self._of_thread.room = np.empty(bits.nbytes, np.uint8)
+        place: Bits = room[: bits.nbytes].view(bits.dtype)
+        place[:] = bits
+        return place
 
 
 class Snapshot:
@@ -222,15 +291,19 @@ class Snapshot:
             self._shadow._snapshots.add(other)
             return other
 
-    def read(self, index: int) -> Held:
+    def read(self, index: int, scratch: Scratch | None = None) -> Held:
         """Return the bits of a segment as they were; not to be written to.
+
+        Args:
+            index: Which segment.
+            scratch: Given, the bits may lie there, until this thread reads into it again.
 
         Raises:
             UsageError: If the snapshot was released.
         """
         with self._shadow._locks[index]:
             kept = self._kept.get(index)
-            bits = copied(self._shadow._bits[index]) if kept is None else kept
+            bits = _copied(self._shadow._bits[index], scratch) if kept is None else kept
             later = tuple(self._later.get(index, ()))
             # Looked at last: until here the snapshot was told of every change, if it is not released even now.
             if self._released:
@@ -238,21 +311,26 @@ class Snapshot:
         _undo(bits, later)
         return bits
 
-    def read_before(self, index: int, change: SegmentChanges) -> Held:
+    def read_before(self, index: int, change: SegmentChanges, scratch: Scratch | None = None) -> Held:
         """Return a copy of the bits of a segment as they were before the change that led to this state.
+
+        Args:
+            index: Which segment.
+            change: What led to this state.
+            scratch: Given, the bits may lie there, until this thread reads into it again.
 
         Raises:
             UsageError: If the snapshot was released.
         """
-        bits = self.read(index)
+        bits = self.read(index, scratch)
         if bits is self._kept.get(index):
-            bits = copied(bits)
+            bits = _copied(bits, scratch)
         _undo(bits, (change,))
         return bits
 
     def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the state as it was."""
-        return digest_of(self.schema, self.read, pool=pool)
+        return digest_of(self.schema, partial(self.read, scratch=Scratch()), pool=pool)
 
     def release(self) -> None:
         """Give back what was kept; may be called again."""
@@ -261,14 +339,13 @@ class Snapshot:
         self._later, self._kept = {}, {}
 
     def _note(self, index: int, change: SegmentChanges) -> None:
-        """Remember a change that is about to be made; the segment's lock is held."""
+        """Remember a change that was just made; the segment's lock is held."""
         if index in self._kept:
             return
         later = self._later.setdefault(index, [])
-        if sum(kept.nbytes for kept in later) + change.nbytes > self._shadow._bits[index].nbytes:
+        later.append(change)
+        if sum(kept.nbytes for kept in later) > self._shadow._bits[index].nbytes:
             self._keep(index)
-        else:
-            later.append(change)
 
     def _keep(self, index: int) -> None:
         """Copy a segment as it was; the segment's lock is held."""
@@ -276,6 +353,10 @@ class Snapshot:
             bits = copied(self._shadow._bits[index])
             _undo(bits, tuple(self._later.pop(index, ())))
             self._kept[index] = bits
+
+
+def _copied(bits: Held, scratch: Scratch | None) -> Held:
+    return copied(bits) if scratch is None or isinstance(bits, Tensor) else scratch.copy(bits)
 
 
 def _undo(bits: Held, later: tuple[SegmentChanges, ...]) -> None:
@@ -301,23 +382,23 @@ def capture(
         StorageFullError: If the shadow lies on a device that has no memory to compare.
     """
     check_same_schema(shadow.schema, state.schema)
+    return collected(shadow.schema, lambda index: _compared(shadow, state, index, skip), pool=pool)
+
+
+def _compared(shadow: Shadow, state: State, index: int, skip: Container[int]) -> SegmentChanges | None:
     # The shadow's own schema object, because its segments are computed once and not anew for each captured state.
-    schema = shadow.schema
+    segment = shadow.schema.segments[index]
+    found = Gathered(segment.dtype.bits, segment.size)
+    for piece, run in _runs(segment, shadow.read(index), skip):
+        if isinstance(run, Tensor):
+            found.put(differing(run, state.piece_on(run.device, piece)), piece.offset)
+        else:
+            found.add(run, state.piece(piece), piece.offset)
+    return found.changes()
 
-    def compared(index: int) -> SegmentChanges | None:
-        held = shadow.read(index)
-        positions, old, new = [], [], []
-        for piece in schema.segments[index].pieces:
-            if piece.tensor in skip:
-                continue
-            live = state.piece_on(held.device, piece) if isinstance(held, Tensor) else state.piece(piece)
-            found = differing(held[piece.offset : piece.offset + piece.stop - piece.start], live)
-            if found.positions.size:
-                positions.append(found.positions + np.uint32(piece.offset))
-                old.append(found.old)
-                new.append(found.new)
-        if not positions:
-            return None
-        return SegmentChanges(np.concatenate(positions), np.concatenate(old), np.concatenate(new))
 
-    return collected(schema, compared, pool=pool)
+def _runs(segment: Segment, held: Held, skip: Container[int]) -> Iterator[tuple[Piece, Held]]:
+    """Yield the pieces of a segment that are compared, and what is held of each, as a view."""
+    for piece in segment.pieces:
+        if piece.tensor not in skip:
+            yield piece, held[piece.offset : piece.offset + piece.stop - piece.start]

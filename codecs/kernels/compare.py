@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from . import kernel, loop
-from .words import LANES_BYTES, apart, trailing_zeros
+from .words import LANES_BYTES, ahead_to_read, ahead_to_write, apart, trailing_zeros
 
-__all__ = ["CHUNK", "Room", "find_differing", "first_not_holding", "merge", "room", "scatter"]
+__all__ = [
+    "CHUNK",
+    "Room",
+    "find_differing",
+    "first_malformed",
+    "first_not_holding",
+    "merge",
+    "room",
+    "scatter",
+    "take_differing",
+]
 
 _Bits = npt.NDArray[np.unsignedinteger]
 _U32 = npt.NDArray[np.uint32]
@@ -19,61 +30,87 @@ _U64 = npt.NDArray[np.uint64]
 CHUNK = 64
 """Blocks of `LANES_BYTES` that are compared before their elements are looked at."""
 
+_AHEAD = 16
+"""How many changed elements ahead memory is asked for; by itself the processor foresees nothing beyond a page."""
+
 _0, _1 = np.uint64(0), np.uint64(1)  # typed, because a Python int beside an unsigned number would make it a float
 
 
 class Room(NamedTuple):
-    """What one call of `find_differing` works in.
+    """What calls of `find_differing` work in.
 
     Attributes:
         blocks: Those in which something differs.
         lanes: And which of their elements.
+        filled: How many places were found so far: one number, that is right wherever the caller is interrupted.
     """
 
     blocks: _U32
     lanes: _U64
+    filled: npt.NDArray[np.int64]
 
 
 def room() -> Room:
-    """Return room for one call of a loop."""
-    return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64))
+    """Return room for calls that find places one behind the other."""
+    return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64), np.zeros(1, np.int64))
 
 
-@loop
-def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
-    old: _Bits, new: _Bits, start: int, work: Room, positions: _U32, before: _Bits, after: _Bits, filled: int
-) -> tuple[int, int]:
-    """Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
+_Finder = Callable[[_Bits, _Bits, int, int, Room, _U32, _Bits, _Bits], int]
 
-    Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when the room may not suffice. Returns
-    where it stopped, and how many places are filled.
-    """
-    lanes = LANES_BYTES // old.itemsize
-    while old.size - start >= lanes:
-        blocks = min(CHUNK, (old.size - start) // lanes)
-        if filled + blocks * lanes > positions.size:
-            break
-        # Appending without a branch costs less than a branch that is mispredicted at every change.
-        found = 0
-        for block in range(blocks):
-            differ = apart(old, new, start + block * lanes)
-            work.blocks[found], work.lanes[found] = block, differ
-            found += differ != _0
-        for k in range(found):
-            first, differ = start + int(np.int64(work.blocks[k])) * lanes, work.lanes[k]
-            while differ:
-                at = first + int(np.int64(trailing_zeros(differ)))
-                differ &= differ - _1
-                positions[filled], before[filled], after[filled] = at, old[at], new[at]
-                filled += 1
-        start += blocks * lanes
-    return start, filled
+
+def _finder(*, moves: bool) -> _Finder:
+    @loop
+    def find(  # noqa: PLR0917 - compiled functions take their arguments by place
+        old: _Bits, new: _Bits, start: int, origin: int, work: Room, positions: _U32, before: _Bits, after: _Bits
+    ) -> int:
+        lanes = LANES_BYTES // old.itemsize
+        filled = int(work.filled[0])
+        while old.size - start >= lanes:
+            blocks = min(CHUNK, (old.size - start) // lanes)
+            if filled + blocks * lanes > positions.size:
+                break
+            # Appending without a branch costs less than a branch that is mispredicted at every change.
+            found = 0
+            for block in range(blocks):
+                differ = apart(old, new, start + block * lanes)
+                work.blocks[found], work.lanes[found] = block, differ
+                found += differ != _0
+            for k in range(found):
+                first, differ = start + int(np.int64(work.blocks[k])) * lanes, work.lanes[k]
+                while differ:
+                    at = first + int(np.int64(trailing_zeros(differ)))
+                    differ &= differ - _1
+                    positions[filled], before[filled], after[filled] = origin + at, old[at], new[at]
+                    if moves:
+                        old[at] = new[at]
+                    filled += 1
+            start += blocks * lanes
+        work.filled[0] = filled
+        return start
+
+    return find
+
+
+find_differing = _finder(moves=False)
+"""Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
+
+Places are counted from `origin` on. Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when the
+room may not suffice. Returns where it stopped.
+"""
+
+take_differing = _finder(moves=True)
+"""The same, and let the first array hold what the second does there, while it lies in the processor's cache."""
 
 
 @kernel
 def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits) -> int:
     """Return the first `k` with `bits[positions[k]] != expected[k]`, or -1."""
-    for k in range(positions.size):
+    fetched = max(positions.size - _AHEAD, 0)
+    for k in range(fetched):
+        ahead_to_read(bits, int(np.int64(positions[k + _AHEAD])))
+        if bits[positions[k]] != expected[k]:
+            return k
+    for k in range(fetched, positions.size):
         if bits[positions[k]] != expected[k]:
             return k
     return -1
@@ -82,8 +119,27 @@ def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: 
 @kernel
 def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits) -> None:
     """Set `bits[positions[k]] = values[k]` for all `k`."""
-    for k in range(positions.size):
+    fetched = max(positions.size - _AHEAD, 0)
+    for k in range(fetched):
+        ahead_to_write(bits, int(np.int64(positions[k + _AHEAD])))
         bits[positions[k]] = values[k]
+    for k in range(fetched, positions.size):
+        bits[positions[k]] = values[k]
+
+
+@kernel
+def first_malformed(positions: npt.NDArray[np.uint32], old: _Bits, new: _Bits, size: int) -> int:
+    """Return the first `k` whose position is not above the one before, or not below `size`, or that does not change.
+
+    Or -1 when there is none.
+    """
+    expected = np.int64(0)
+    for k in range(positions.size):
+        position = np.int64(positions[k])
+        if position < expected or position >= size or old[k] == new[k]:
+            return k
+        expected = position + 1
+    return -1
 
 
 @kernel

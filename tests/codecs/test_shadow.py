@@ -18,8 +18,8 @@ from deltabus.bus.errors import (
 from deltabus.codecs.changes import Changes, SegmentChanges, changes_between, reverse
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.kernels import compare
-from deltabus.codecs.shadow import Shadow, capture
-from deltabus.codecs.state import as_integers, collect
+from deltabus.codecs.shadow import Scratch, Shadow, capture
+from deltabus.codecs.state import State, as_integers, collect
 
 
 def model(seed=0):
@@ -46,6 +46,13 @@ def bits_of(state):
     return [state.read(segment.index).tolist() for segment in state.schema.segments]
 
 
+def as_lists(changes):
+    return {
+        index: (change.positions.tolist(), change.old.tolist(), change.new.tolist())
+        for index, change in changes.segments.items()
+    }
+
+
 def flip(tensors, random, share):
     """Give a random share of each tensor's elements another bit pattern."""
     for tensor in tensors.values():
@@ -67,6 +74,12 @@ def test_capture_finds_every_changed_bit(seed, share, segment_elements, threaded
         assert copy_of(shadow) == before
         shadow.advance(changes)
         assert copy_of(shadow) == bits_of(state)
+        shadow.advance(reverse(changes))
+        with shadow.snapshot() as snapshot:
+            followed = shadow.follow(state, pool=used)
+            assert copy_of(shadow) == bits_of(state)
+            assert copy_of(snapshot) == before
+        assert as_lists(followed) == as_lists(changes)
         assert shadow.digest(used) == digest_of(state.schema, state.read)
         shadow.advance(reverse(changes))
         assert copy_of(shadow) == before
@@ -168,6 +181,64 @@ def test_an_interrupted_advance_is_taken_back(monkeypatch):
     assert copy_of(shadow) == copy_of(snapshot) == [[0] * 4] * 2
     shadow.advance(Changes(shadow.schema, {0: one(1, 0, 3)}))
     assert copy_of(snapshot) == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_state_that_cannot_be_read_to_its_end_is_not_taken_over(monkeypatch, threads, error):
+    tensors = model()
+    shadow = Shadow.of(collect(tensors, segment_elements=8))
+    before, snapshot = copy_of(shadow), shadow.snapshot()
+    flip(tensors, np.random.default_rng(1), 1.0)
+    state = collect(tensors, segment_elements=8)
+    real, last = State.piece, shadow.schema.segments[-2].pieces[0]
+
+    def failing(self, piece):
+        if piece == last:
+            raise error
+        return real(self, piece)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(State, "piece", failing)
+        with pytest.raises(type(error)):
+            shadow.follow(state, pool=pool if threads else None)
+    assert copy_of(shadow) == copy_of(snapshot) == before
+    assert shadow.follow(state).count == state.schema.total
+    assert copy_of(snapshot) == before
+
+
+def test_what_need_not_be_compared_is_not_taken_over():
+    tensors = {"a": torch.zeros(70), "b": torch.zeros(70)}
+    shadow = Shadow.of(collect(tensors))
+    for tensor in tensors.values():
+        tensor.add_(1)
+    assert shadow.follow(collect(tensors), skip={0}).count == 70
+    assert shadow.read(0).tolist() == [0] * 70 + [0x3F800000] * 70
+
+
+@given(st.data())
+def test_scratch_holds_one_copy_after_the_other(data):
+    scratch = Scratch()
+    for size in data.draw(st.lists(st.integers(0, 40), max_size=6)):
+        kind = data.draw(st.sampled_from([np.uint8, np.uint16, np.uint64]))
+        bits = np.arange(size).astype(kind)
+        copy = scratch.copy(bits)
+        assert copy.dtype == bits.dtype and copy.tolist() == bits.tolist()
+        assert not np.shares_memory(copy, bits)
+
+
+def test_a_snapshot_is_read_into_scratch():
+    shadow, scratch = bytes_shadow(64, 64), Scratch()
+    first, second = one(5, 0, 7), one(6, 0, 9)
+    shadow.advance(Changes(shadow.schema, {0: first}))
+    with shadow.snapshot() as snapshot:
+        shadow.advance(Changes(shadow.schema, {0: second}))
+        assert snapshot.read(0, scratch).tolist() == [0] * 5 + [7] + [0] * 58
+        assert snapshot.read_before(0, first, scratch).tolist() == [0] * 64
+        assert shadow.read(0)[5:7].tolist() == [7, 9]
+        snapshot._keep(0)
+        assert snapshot.read_before(0, first, scratch).tolist() == [0] * 64
+        assert snapshot.read(0, scratch).tolist() == [0] * 5 + [7] + [0] * 58
 
 
 def test_load_replaces_a_segment_and_checks_it():

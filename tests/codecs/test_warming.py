@@ -12,13 +12,15 @@ from deltabus.codecs.warming import _compile, warm_up
 
 LOOPS = [
     compare.find_differing,
+    compare.first_malformed,
     compare.first_not_holding,
     compare.scatter,
+    compare.take_differing,
     classes.count_between,
     classes.find_counted,
     adaptive.write_changes,
     adaptive.read_changes,
-    mix.sum_at,
+    mix.sum_changed,
 ]
 
 
@@ -32,4 +34,5 @@ def test_a_step_compiles_nothing_more(name):
     before, after = torch.zeros(9000, dtype=dtype.torch), torch.ones(9000, dtype=dtype.torch)
     shadow = Shadow.of(collect({"w": before}))
     shadow.advance(capture(collect({"w": after}), shadow))
+    shadow.follow(collect({"w": before}))
     assert [len(loop.signatures) for loop in LOOPS] == compiled

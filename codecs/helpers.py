@@ -1,0 +1,105 @@
+"""Helpers: threads that take over some of the work of whoever calls them, and are never waited for before they come."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["Helpers", "share_out"]
+
+_T = TypeVar("_T")
+
+
+class Helpers:
+    """Threads for work in memory that takes milliseconds; they start when they are first called.
+
+    Args:
+        count: How many, besides the thread that calls; maybe none.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="deltabus-help") if count > 0 else None
+
+    def share(self, work: Callable[[_T], object], items: Iterable[_T]) -> None:
+        """Do the work on each item, in this thread and in those that come, in no order.
+
+        When this returns or raises, nobody works any more, however often it was interrupted. After an error nothing
+        more is begun.
+
+        Raises:
+            BaseException: What the work raised.
+        """
+        waiting = deque(items)
+        # Held by whoever works. A helper that comes when all is done finds nothing, and is not waited for.
+        turns = [threading.Lock() for _ in range(min(self._count, len(waiting) - 1))]
+        errors: list[BaseException] = []
+
+        def help_out(turn: threading.Lock) -> None:
+            with turn:
+                try:
+                    for item in _taken(waiting):
+                        work(item)
+                except BaseException as error:
+                    waiting.clear()
+                    errors.append(error)
+
+        try:
+            self._call(help_out, turns)
+            for item in _taken(waiting):
+                work(item)
+        finally:
+            waiting.clear()
+            _wait_for(turns)
+        if errors:
+            raise errors[0]
+
+    def _call(self, help_out: Callable[[threading.Lock], object], turns: Sequence[threading.Lock]) -> None:
+        # When the threads have ended, or this process was forked from theirs, nobody comes.
+        with contextlib.suppress(RuntimeError):
+            for turn in turns:
+                assert self._pool is not None
+                self._pool.submit(help_out, turn)
+
+    def end(self) -> None:
+        """Let the threads end; whoever shares work out afterwards does it alone."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def share_out(work: Callable[[_T], object], items: Iterable[_T], helpers: Helpers | None) -> None:
+    """Do the work on each item, with helpers if there are any, as `Helpers.share` does.
+
+    Raises:
+        BaseException: What the work raised.
+    """
+    if helpers is None:
+        for item in items:
+            work(item)
+    else:
+        helpers.share(work, items)
+
+
+def _taken(waiting: deque[_T]) -> Iterator[_T]:
+    with contextlib.suppress(IndexError):
+        while True:
+            yield waiting.popleft()
+
+
+def _wait_for(turns: Sequence[threading.Lock]) -> None:
+    """Wait until nobody works; an interrupt does not end that, and goes on afterwards."""
+    interrupt: BaseException | None = None
+    for turn in turns:
+        over = False
+        while not over:
+            try:
+                with turn:
+                    over = True
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
