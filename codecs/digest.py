@@ -39,7 +39,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _key(schema: Schema, piece: Piece, element: int) -> int:
-    return (schema.tensors[piece.tensor].seed + element * _GAMMA) & mix.MASK
+    return (schema.seeds[piece.tensor] + element * _GAMMA) & mix.MASK
 
 
 def digest_of(schema: Schema, read: Callable[[int], Held], pool: Executor | None = None) -> int:
