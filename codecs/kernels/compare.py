@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernel, loop
-from .words import LANES_BYTES, ahead_to_read, ahead_to_write, apart, trailing_zeros
+from .words import LANES_BYTES, apart, trailing_zeros
 
 __all__ = [
     "CHUNK",
@@ -29,9 +29,6 @@ _U64 = npt.NDArray[np.uint64]
 
 CHUNK = 64
 """Blocks of `LANES_BYTES` that are compared before their elements are looked at."""
-
-_AHEAD = 16
-"""How many changed elements ahead memory is asked for; by itself the processor foresees nothing beyond a page."""
 
 _0, _1 = np.uint64(0), np.uint64(1)  # typed, because a Python int beside an unsigned number would make it a float
 
@@ -103,28 +100,21 @@ take_differing = _finder(moves=True)
 
 
 @kernel
-def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits) -> int:
-    """Return the first `k` with `bits[positions[k]] != expected[k]`, or -1."""
-    fetched = max(positions.size - _AHEAD, 0)
-    for k in range(fetched):
-        ahead_to_read(bits, int(np.int64(positions[k + _AHEAD])))
-        if bits[positions[k]] != expected[k]:
-            return k
-    for k in range(fetched, positions.size):
-        if bits[positions[k]] != expected[k]:
+def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits, origin: int) -> int:
+    """Return the first `k` with `bits[positions[k] - origin] != expected[k]`, or -1."""
+    first = np.uint64(origin)
+    for k in range(positions.size):
+        if bits[np.uint64(positions[k]) - first] != expected[k]:
             return k
     return -1
 
 
 @kernel
-def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits) -> None:
-    """Set `bits[positions[k]] = values[k]` for all `k`."""
-    fetched = max(positions.size - _AHEAD, 0)
-    for k in range(fetched):
-        ahead_to_write(bits, int(np.int64(positions[k + _AHEAD])))
-        bits[positions[k]] = values[k]
-    for k in range(fetched, positions.size):
-        bits[positions[k]] = values[k]
+def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits, origin: int) -> None:
+    """Set `bits[positions[k] - origin] = values[k]` for all `k`."""
+    first = np.uint64(origin)
+    for k in range(positions.size):
+        bits[np.uint64(positions[k]) - first] = values[k]
 
 
 @kernel

@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = ["LANES_BYTES", "ahead_to_read", "ahead_to_write", "apart", "matching", "ones", "trailing_zeros"]
+__all__ = ["LANES_BYTES", "apart", "matching", "ones", "trailing_zeros"]
 
 LANES_BYTES = 64
 """How much of an array is looked at as one: as many elements as there are in so many bytes."""
@@ -93,31 +93,3 @@ def _apart(context: object, one: Any, other: Any, start: object) -> tuple[Any, A
 apart = cast("Callable[[_Bits, _Bits, int], np.uint64]", intrinsic(_apart))
 """Return which elements of two arrays differ, in `LANES_BYTES` from `start` on: one bit each, the first's lowest;
 unchecked."""
-
-
-def _fetch(*, to_write: bool) -> Callable[[_Bits, int], None]:
-    def generated(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
-        array, place = arguments
-        values: Any = arrayobj
-        data = values.make_array(signature.args[0])(context, builder, array).data
-        address = builder.bitcast(builder.gep(data, [place]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        keep_in_all_caches, data_cache = 3, 1
-        builder.call(
-            builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind),
-            [address, *(ir.Constant(number, n) for n in (int(to_write), keep_in_all_caches, data_cache))],
-        )
-        return context.get_dummy_value()
-
-    def typed(context: object, array: Any, place: object) -> tuple[Any, Any]:  # noqa: ANN401
-        return types.void(array, types.int64), generated
-
-    return cast("Callable[[_Bits, int], None]", intrinsic(typed))
-
-
-ahead_to_read = _fetch(to_write=False)
-"""Have an element fetched into the processor's cache, and go on; unchecked."""
-
-ahead_to_write = _fetch(to_write=True)
-"""The same for one that is going to be written."""
