@@ -48,15 +48,26 @@ class Helpers:
                     waiting.clear()
                     errors.append(error)
 
+        ended: BaseException | None = None
         try:
             self._call(help_out, turns)
             for item in _taken(waiting):
                 work(item)
-        finally:
-            waiting.clear()
-            _wait_for(turns)
-        if errors:
-            raise errors[0]
+        except BaseException as error:
+            ended = error
+        # In one loop without a call before it, so that no interrupt finds a way past it.
+        while True:
+            try:
+                waiting.clear()
+                for turn in turns:
+                    with turn:
+                        pass
+                break
+            except BaseException as error:
+                ended = error
+        for reason in (ended, *errors):
+            if reason is not None:
+                raise reason
 
     def _call(self, help_out: Callable[[threading.Lock], object], turns: Sequence[threading.Lock]) -> None:
         # When the threads have ended, or this process was forked from theirs, nobody comes.
@@ -88,18 +99,3 @@ def _taken(waiting: deque[_T]) -> Iterator[_T]:
     with contextlib.suppress(IndexError):
         while True:
             yield waiting.popleft()
-
-
-def _wait_for(turns: Sequence[threading.Lock]) -> None:
-    """Wait until nobody works; an interrupt does not end that, and goes on afterwards."""
-    interrupt: BaseException | None = None
-    for turn in turns:
-        over = False
-        while not over:
-            try:
-                with turn:
-                    over = True
-            except BaseException as error:
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt

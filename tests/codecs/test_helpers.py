@@ -2,14 +2,17 @@
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from itertools import count
 
 import pytest
 
-from deltabus.codecs import helpers
 from deltabus.codecs.helpers import Helpers, share_out
+
+from ..clients.interrupts import Steps
+from ..clients.support import wait_until
 
 LIMIT = 30
 
@@ -84,28 +87,51 @@ def test_an_error_ends_all_and_nobody_goes_on(where, error):
     assert next(begun) == after + 1
 
 
-def test_interrupts_while_the_caller_waits_do_not_end_the_wait(monkeypatch):
-    shared, inside, waits, ended = Helpers(1), threading.Event(), threading.Event(), []
-    wait_for = helpers._wait_for
-
-    def watched(turns):
-        waits.set()
-        wait_for(turns)
+def test_interrupts_while_the_caller_waits_do_not_end_the_wait():
+    shared, inside, ended = Helpers(1), threading.Event(), []
+    caller = threading.main_thread().ident
 
     def work(item):
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == caller:
             assert inside.wait(LIMIT)
             raise KeyboardInterrupt
         inside.set()
-        assert waits.wait(LIMIT)
+        wait_until(lambda: sys._current_frames()[caller].f_code is Helpers.share.__code__)
         for _ in range(3):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(caller, signal.SIGINT)
         ended.append(item)
 
-    monkeypatch.setattr(helpers, "_wait_for", watched)
     with pytest.raises(KeyboardInterrupt):
         shared.share(work, range(2))
     assert len(ended) == 1
+    shared.end()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one within a finalizer is only told
+def test_an_interrupt_anywhere_leaves_nobody_at_work():
+    shared, caller = Helpers(1), threading.get_ident()
+    shared.share(lambda item: None, range(2))  # the thread is there
+    struck = helped = 0
+    for at in range(1, 60):  # how many places there are depends on who takes what
+        inside, begun, ended = threading.Event(), [], []
+
+        def work(item, inside=inside, begun=begun, ended=ended):
+            if threading.get_ident() == caller:
+                assert inside.wait(LIMIT)
+            else:
+                begun.append(item)
+                inside.set()
+                sum(range(20_000))  # long enough to be met
+                ended.append(item)
+
+        try:
+            with Steps(at):
+                shared.share(work, range(8))
+        except KeyboardInterrupt:
+            struck += 1
+            helped += bool(begun)
+        assert begun == ended
+    assert struck > 10 and helped > 5
     shared.end()
 
 
