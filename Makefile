@@ -36,7 +36,7 @@ demo: environment ## train a real model, follow it, kill things, compare every b
 test: environment ## run all tests
 	@.venv/bin/pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test-vllm: ## run the tests against real vLLM servers on the CPU, in an environment of their own; 1.8 GB, 10 minutes
+test-vllm: ## run the tests against real vLLM servers on the CPU, in an environment of their own; 1.8 GB, 7 minutes
 	@scripts/test-vllm $(ARGS)
 
 coverage: environment ## run all tests and show which lines they reach; takes half as long again
@@ -47,7 +47,7 @@ lint: environment ## style, format and types
 	@.venv/bin/ruff format --check .
 	@cd tests && ../.venv/bin/mypy --config-file ../pyproject.toml -p deltabus
 
-check: lint test wheel ## what CI runs: lint, all tests, and the built wheel without the sources
+check: lint test wheel ## lint, all tests, and the built wheel without the sources; CI runs this, and then test-vllm
 
 wheel: environment ## build the wheel into dist/ and test it without the sources
 	@scripts/check-wheel

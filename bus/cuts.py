@@ -127,6 +127,10 @@ class Cuts:
                 return f"brings {ours} and {theirs} together, which both had a generation {number}"
         return ""
 
+    def claim(self, message: Message) -> None:
+        """Note the group that a checked message names, also where the message leads to a version that is there."""
+        self._team(message.writer, message.members, message.generation)
+
     def enter(self, message: Message, needs: VersionVector) -> None:
         """Take the first message that leads to a version, once it is checked.
 

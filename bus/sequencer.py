@@ -280,6 +280,7 @@ class Sequencer:
         for message, needs in run:
             log.waiting.pop(message.position, None)
             log.entered[message.position] = message
+            self._cuts.claim(message)
             if log.ways.add(message):
                 self._cuts.enter(message, needs)
 

@@ -37,6 +37,7 @@ class EndToEnd:
         plain: What the backend does with plain bytes; None where it was not measured.
         full: From the call of `save_file` until the engine holds the whole state; None where it was not measured.
         full_stages: Of that way: `save`, `load`, `copy`.
+        flush: How long it takes besides to make a checkpoint durable, as deltabus's messages are.
         memory: The most memory held beside the model, while the anchor and while steps went by, for either side; empty
             where it is not known, as when both sides share a process.
         exact: Whether the engine held the trainer's bits after each step, and after each checkpoint.
@@ -57,6 +58,7 @@ class EndToEnd:
     plain: Plain | None = None
     full: float | None = None
     full_stages: dict[str, float] = field(default_factory=dict)
+    flush: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -144,6 +146,7 @@ class _Measurement:
         self._taken: list[Answer] = []
         self._saved: list[Answer] = []
         self._loaded: list[Answer] = []
+        self._flushed: list[Answer] = []
 
     @property
     def parts(self) -> list[int]:
@@ -174,6 +177,7 @@ class _Measurement:
         """Take a step, and bring it over as a checkpoint, in a file of its own."""
         self._saved.append(self._trainer.ask("save", str(path)))
         self._loaded.append(self._engine.ask("load", str(path)))
+        self._flushed.append(self._trainer.ask("flush", str(path)))
         self._compare()
         path.unlink()
 
@@ -214,6 +218,7 @@ class _Measurement:
             }
             if saved
             else {},
+            flush=_median(self._flushed, "flush") if saved else None,
             memory=self._memory,
         )
 

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -122,6 +123,13 @@ class Trainer(Side):
         start = time.monotonic()
         save_file(tensors, path)
         return {"called": start, "save": time.monotonic() - start}
+
+    def flush(self, path: str) -> Answer:
+        """Make a saved model durable, as deltabus does with all that it stores."""
+        start = time.monotonic()
+        with Path(path).open("rb") as file:
+            os.fsync(file.fileno())
+        return {"flush": time.monotonic() - start}
 
     def memcpy(self) -> Answer:
         """Copy the tensors by one thread."""

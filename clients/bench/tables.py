@@ -117,6 +117,8 @@ def stages_table(way: EndToEnd, *, where: str) -> Table:
     seconds |= {f"checkpoint: {stage}": value for stage, value in way.full_stages.items()}
     if way.full is not None:
         seconds["checkpoint: `save_file` -> copied"] = way.full
+    if way.flush is not None:
+        seconds["checkpoint: made durable"] = way.flush
     seconds["first state: `publish` -> durable"] = way.anchor_up
     seconds["first state: `publish` -> applied"] = way.newcomer
     seconds["a newcomer: opened -> applied"] = way.anchor_down
@@ -138,6 +140,9 @@ def ratios_table(way: EndToEnd) -> Table:
             ("`apply` pauses the engine / loading the state", _percent(way.stages["apply"], way.loading)),
             ("checkpoint: save to copied / `publish` to applied", f"{ratio_text(way.full, way.applied, 1)} times"),
         ]
+    if way.full is not None and way.flush is not None:
+        durable = ratio_text(way.full + way.flush, way.applied, 1)
+        rows.append(("checkpoint that is made durable: save to copied / `publish` to applied", f"{durable} times"))
     if way.plain is not None:
         whole = way.model / way.plain.put + way.model / way.plain.get
         rows.append(

@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from deltabus.bench.run import Plan, Report, run_bench
 from deltabus.bench.source import Source
 from deltabus.bus.errors import UsageError
 
-from .output import console
+from .output import Shown, console
 
 __all__ = ["Steps", "command_of", "make_plan", "measure", "print_report"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as `push` takes them
 
 
-class Steps:
-    """A progress bar of steps on standard error, if that is a terminal; a context manager.
+class Steps(Shown):
+    """A progress bar of steps.
 
     Args:
         total: How many steps there are.
     """
 
     def __init__(self, total: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
+        super().__init__(MofNCompleteColumn(), TimeElapsedColumn())
         self._task = self._progress.add_task("", total=total)
         self._begun = 0
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def begin(self, what: str) -> None:
         """Say that the next step begins, and that those before it are done."""

@@ -12,13 +12,14 @@ from typing import Protocol, Self
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
     "Bar",
     "Meter",
+    "Shown",
     "Silent",
     "age_text",
     "console",
@@ -55,20 +56,22 @@ class Silent:
         """Say that more of it is done."""
 
 
-class Bar:
-    """A meter that shows a progress bar on standard error, if that is a terminal; a context manager."""
+class Shown:
+    """A progress bar on standard error, if that is a terminal; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        columns: What stands behind the bar.
+    """
+
+    def __init__(self, *columns: ProgressColumn) -> None:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
+            *columns,
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
             transient=True,
         )
-        self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -78,6 +81,14 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+class Bar(Shown):
+    """A meter that shows a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(DownloadColumn(), TimeRemainingColumn())
+        self._task: TaskID | None = None
 
     def begin(self, what: str, total: int) -> None:
         """Say that work begins that takes so many bytes."""

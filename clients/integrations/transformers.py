@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,7 +30,8 @@ class DeltabusCallback(TrainerCallback):
     It does so at the beginning, every so many steps, on evaluation if wanted, and at the end. A trainer that resumes
     from a checkpoint goes on with the chain: what it holds is recognised, and where the topic is ahead it goes back
     there. Where all ranks hold the whole model, as in data parallel training, rank 0 publishes; where they hold shards
-    (FSDP2), each publishes its own.
+    (FSDP2), each publishes its own. Tensors have the names and shapes that `save_pretrained` gives them, since engines
+    load those; most models hold them so, and others' are converted for each step.
 
     Args:
         url: The topic.
@@ -38,6 +40,8 @@ class DeltabusCallback(TrainerCallback):
         at_begin: Whether to publish the weights that training begins with, so that engines need no checkpoint.
         at_end: Whether to publish the weights that training ends with, with nothing held back.
         adapter: Publish this adapter of a PEFT model, with its configuration; None is the whole model.
+        names: Whose names and shapes tensors have: `"checkpoint"`, those of `save_pretrained`, or `"model"`, the
+            model's own.
         on_failure: What a failing bus does to training: `"raise"` ends it, `"log"` lets it go on, and tries again at
             the next publication. Wrong arguments, and models that cannot be published, are raised always.
         options: As `Publisher` takes them, such as `dtype`, `anchor`, `key`, `retention`, `timeout`.
@@ -46,7 +50,7 @@ class DeltabusCallback(TrainerCallback):
         publication: The newest publication; None before the first.
 
     Raises:
-        UsageError: If `every` is not positive, or `on_failure` is something else.
+        UsageError: If `every` is not positive, or `names` or `on_failure` is something else.
     """
 
     def __init__(
@@ -58,20 +62,24 @@ class DeltabusCallback(TrainerCallback):
         at_begin: bool = True,
         at_end: bool = True,
         adapter: str | None = None,
+        names: Literal["checkpoint", "model"] = "checkpoint",
         on_failure: Literal["raise", "log"] = "raise",
         **options: Any,  # noqa: ANN401 - the publisher checks them
     ) -> None:
         if every is not None and every < 1:
             raise UsageError(f"every={every} is not positive; every=1 publishes each step")
+        if names not in ("checkpoint", "model"):
+            raise UsageError(f"names={names!r} is not 'checkpoint' or 'model'")
         if on_failure not in ("raise", "log"):
             raise UsageError(f"on_failure={on_failure!r} is not 'raise' or 'log'")
         self._url, self._every, self._adapter = url, every, adapter
         self._on_evaluate, self._at_begin, self._at_end = on_evaluate, at_begin, at_end
-        self._on_failure, self._options = on_failure, options
+        self._names, self._on_failure, self._options = names, on_failure, options
         self.publication: Publication | None = None
         self._publisher: Publisher | None = None
         self._published: int | None = None
         self._given_up = False
+        self._converts = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -79,12 +87,18 @@ class DeltabusCallback(TrainerCallback):
         """Open the topic, find the model in it, and publish that.
 
         Raises:
-            UsageError: If the model is sharded in a way that cannot be published.
+            UsageError: If the model is sharded in a way that cannot be published, or in any way and must be converted.
             DeltabusError: As `Publisher` raises it, if the bus fails and that ends training.
         """
         self._published, self._given_up = None, False
         model = _model_in(kwargs)
         _check_readable(model)
+        self._converts = self._names == "checkpoint" and self._adapter is None and _is_converted(model)
+        if self._converts and _sharded(model):
+            raise UsageError(
+                "save_pretrained would convert names or shapes of this model's tensors, which takes whole ones, and "
+                "ranks hold shards of them; names='model' publishes the shards by the model's own names"
+            )
         if self._at_begin:
             self._publish(state, model)
         elif _publishes(state, model):
@@ -158,6 +172,8 @@ class DeltabusCallback(TrainerCallback):
 
     def _said(self, model: nn.Module) -> tuple[nn.Module | Mapping[str, Tensor], dict[str, str]]:
         """Return what of a model is published, and the metadata that go with it."""
+        if self._converts:
+            return checkpoint_tensors(cast(PreTrainedModel, model)), {}
         if self._adapter is None:
             return model, {}
         from peft import PeftModel
@@ -194,13 +210,27 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     Args:
         model: A model of transformers.
     """
-    tensors: dict[str, Tensor] = model.state_dict()
+    return _as_stored(model, model.state_dict())
+
+
+def _as_stored(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's tensors as `save_pretrained` would store them."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return tensors  # before transformers 5 models held them as their checkpoints do
     reverted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return reverted
+
+
+def _is_converted(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` stores other names or shapes than the model has."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    # Without memory: a model may be large, and sharded.
+    held = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
+    stored = _as_stored(model, dict(held))
+    return stored.keys() != held.keys() or any(stored[name] is not tensor for name, tensor in held.items())
 
 
 def _model_in(kwargs: Mapping[str, object]) -> nn.Module:

@@ -11,9 +11,11 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import nullcontext
@@ -24,12 +26,19 @@ from typing import Any
 import torch
 import trainer
 import worker
+from choice import choose_engine
 from line import slow_service
 from safetensors.torch import save_file
 from task import Settings, make_model, pretrain
 from transfer import below
+from vllm_engine import ENVIRONMENT
 
-_HEAVY = ["transformers.models.qwen3.modeling_qwen3", "deltabus.publisher", "deltabus.subscriber"]
+_HEAVY = {
+    "transformers": ["transformers.models.qwen3.modeling_qwen3", "deltabus.publisher", "deltabus.subscriber"],
+    "vllm": ["transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.llm", "vllm.model_executor.models.qwen3"],
+}
+"""Loaded once, by the process that the others are forked from. That for vLLM loads nothing of deltabus: on a CPU vLLM
+starts in no process forked from one that has loaded numba."""
 _NAMES = {"delta": "deltabus", "checkpoint": "full checkpoints"}
 _AVERAGED = 10
 """Batches at either end of a run whose mean reward the table shows."""
@@ -37,18 +46,23 @@ _STARTING = 10
 """Batches, at most, that times leave out: processes start, and load their compiled loops."""
 
 
-def run_processes(settings: Settings, results: Path) -> dict[str, Any]:
+def run_processes(settings: Settings, results: Path, directory: Path) -> dict[str, Any]:
     """Run a trainer and its workers to the end, and return what the trainer says.
+
+    Args:
+        settings: The run's; its engine is not `auto`.
+        results: The file for what the trainer says.
+        directory: For files that workers need meanwhile.
 
     Raises:
         SystemExit: If one of them failed or was killed; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
-    # Loaded once, by the process that the others are forked from.
-    context.set_forkserver_preload(_HEAVY)
+    context.set_forkserver_preload(_HEAVY[settings.engine])
     processes = [context.Process(target=trainer.run, args=(settings, results), name="trainer")]
     for index in range(settings.workers):
-        processes.append(context.Process(target=worker.run, args=(settings, index), name=f"worker-{index}"))
+        name = f"worker-{index}"
+        processes.append(context.Process(target=worker.run, args=(settings, index, directory / name), name=name))
     try:
         for process in processes:
             process.start()
@@ -171,17 +185,22 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=150, help="steps of pretraining")
     options = parser.parse_args()
     settings = Settings.of(options)
+    settings = dataclasses.replace(settings, engine=choose_engine(settings.engine))
     if settings.url.startswith("memory:"):
         sys.exit(f"{settings.url} lives in one process, and there are {settings.workers + 1}; use a directory")
 
+    if settings.engine == "vllm":
+        os.environ.update(ENVIRONMENT)  # of all processes, which load vLLM before they begin
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
+    print(f"workers sample with {settings.engine}", flush=True)
     base = settings.base or _pretrain(settings, options.pretraining, out / "base.safetensors")
-    with slow_service(out / "topics", options.megabits) if options.megabits else nullcontext(settings.url) as url:
+    service = slow_service(out / "topics", options.megabits) if options.megabits else nullcontext(settings.url)
+    with service as url, tempfile.TemporaryDirectory() as directory:
         run, runs = uuid.uuid4().hex[:8], {}
         for sync in _NAMES:
             this = dataclasses.replace(settings, url=below(url, f"{run}-{sync}"), sync=sync, base=base)
-            runs[sync] = run_processes(this, out / f"{sync}.json")
+            runs[sync] = run_processes(this, out / f"{sync}.json", Path(directory) / sync)
     draw(runs, out / "async-rl.png")
     print(table(runs))
     faults = compare(runs)

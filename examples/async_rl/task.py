@@ -26,6 +26,7 @@ class Settings:
     Attributes:
         url: Below which the run's topics lie.
         sync: How weights travel: `delta`, by deltabus, or `checkpoint`, whole.
+        engine: What workers sample with: `transformers`, `vllm`, or `auto`, which `engines.py` decides.
         base: The file of the pretrained weights; the trainer alone reads it. Without one, `run.py` makes it.
         steps: Training steps.
         staleness: Batch t is sampled with the weights of step max(0, t - staleness).
@@ -42,6 +43,7 @@ class Settings:
 
     url: str = "async-rl"
     sync: str = "delta"
+    engine: str = "auto"
     base: str = ""
     steps: int = 240
     staleness: int = 1
@@ -74,8 +76,9 @@ class Settings:
         for name, number in least.items():
             if getattr(settings, name) < number:
                 raise SystemExit(f"--{name} {getattr(settings, name)} is less than {number}")
-        if settings.sync not in ("delta", "checkpoint"):
-            raise SystemExit(f"--sync {settings.sync} is not delta or checkpoint")
+        for name, choices in {"sync": ("delta", "checkpoint"), "engine": ("auto", "transformers", "vllm")}.items():
+            if getattr(settings, name) not in choices:
+                raise SystemExit(f"--{name} {getattr(settings, name)} is not one of {', '.join(choices)}")
         if settings.width < 32 or settings.width % 32:
             raise SystemExit(f"--width {settings.width} is not a multiple of 32")
         return settings
@@ -89,7 +92,7 @@ class Settings:
         return (self.seed * self.steps + batch) * self.workers + worker
 
 
-def make_model(settings: Settings) -> nn.Module:
+def make_model(settings: Settings) -> Qwen3ForCausalLM:
     """Return a small causal model with random float32 weights."""
     torch.manual_seed(settings.seed)
     return Qwen3ForCausalLM(

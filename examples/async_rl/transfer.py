@@ -5,7 +5,8 @@
     URL/rollouts                a log for each worker; its record at position t is the worker's part of batch t
 
 Logs and blobs are those of the transports below `Publisher` and `Subscriber`, so that every URL carries all three.
-Either way of the weights is opened with `async with`, and looks the same from outside.
+Either way of the weights is opened with `async with`, and looks the same from outside. Workers that sample with vLLM
+need no `DeltaReceiver`, since vLLM follows the topic by itself.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from safetensors.torch import load, save
 from task import Settings
 from torch import Tensor, nn
 
-from deltabus import Publication, Publisher, Subscriber
+import deltabus
 from deltabus.bus.errors import AppendUnknownError, TransientTransportError, WaitTimeoutError
 from deltabus.bus.message import encode_message
 from deltabus.bus.retry import Retry
@@ -28,6 +29,7 @@ from deltabus.bus.transport import Record, Transport
 from deltabus.transports import open_transport
 
 _LOG = "steps"
+_WRITER = "trainer"
 
 
 def below(url: str, name: str) -> str:
@@ -121,21 +123,34 @@ class Sent:
     total: int
 
 
+def state_of(step: int) -> dict[str, int]:
+    """Return the state of the topic, the version of each writer, that is a step: the first step is version 1."""
+    return {_WRITER: step + 1}
+
+
 class DeltaSender:
-    """Publishes what changed, by deltabus."""
+    """Publishes what changed, by deltabus.
+
+    Raises:
+        SystemExit: If the URL has another run's weights.
+    """
 
     def __init__(self, settings: Settings) -> None:
         # Each step becomes a version of its own, since batches need the weights of just one step. Workers are there
         # from the first step on, so that nothing is stored for those who come late.
-        self._publisher = Publisher(
+        self._publisher = deltabus.Publisher(
             below(settings.url, "weights"),
+            writer=_WRITER,
             dtype=torch.bfloat16,
             on_busy="wait",
             anchor="never",
             skips="off",
             timeout=settings.limit,
         )
-        self._publications: list[Publication] = []
+        self._publications: list[deltabus.Publication] = []
+        if self._publisher.version:
+            self._publisher.close()
+            raise SystemExit(f"{settings.url} has the weights of another run; name a URL that none has used")
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,7 +180,9 @@ class DeltaReceiver:
     """Follows the topic; the next update is fetched and decoded while the worker is busy."""
 
     def __init__(self, settings: Settings) -> None:
-        self._subscriber = Subscriber(below(settings.url, "weights"), latest=False, idle_timeout=settings.limit)
+        self._subscriber = deltabus.Subscriber(
+            below(settings.url, "weights"), latest=False, idle_timeout=settings.limit
+        )
         self._step = -1
 
     async def __aenter__(self) -> Self:
@@ -244,12 +261,18 @@ class CheckpointReceiver:
 
     async def receive(self, step: int, weights: dict[str, Tensor]) -> None:
         """Bring weights to those of just this step."""
+        if self._step < step:
+            weights.update(load(await self.receive_file(step)))
+
+    async def receive_file(self, step: int) -> bytes:
+        """Return the safetensors file of just this step, which is later than the last one."""
+        data = b""
         while self._step < step:
             assert self._next is not None
             data = await self._next
             self._step += 1
             self._next = asyncio.create_task(self._fetch(self._step + 1))
-            weights.update(load(data))
+        return data
 
     async def _fetch(self, step: int) -> bytes:
         key = await self._log.take(f"the weights of step {step}")

@@ -16,9 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from deltabus import Publisher, Subscriber
+from deltabus.bus.errors import UsageError
 from deltabus.codecs.state import as_integers, canonical_name
+from deltabus.integrations.transformers import DeltabusCallback
 
 
 class Net(nn.Module):
@@ -80,17 +84,61 @@ def shift(model: nn.Module, step: int) -> None:
             parameter.add_(noise * 0.01)
 
 
+def keep(model: nn.Module, place: Path, step: int) -> None:
+    """Store what the whole model is after a step."""
+    full = whole(model)
+    if dist.get_rank() == 0:
+        save_file(full, place / f"{step}.safetensors")
+    dist.barrier()
+
+
 def train(place: Path, how: str, steps: range) -> None:
     torch.manual_seed(steps.start)
     model = spread(Net(), how)
     with Publisher(place / "topic", group="ranks", dtype=torch.bfloat16, workers=1) as publisher:
         for step in steps:
             shift(model, step)
-            full = whole(model)
-            if dist.get_rank() == 0:
-                save_file(full, place / f"{step}.safetensors")
-            dist.barrier()
+            keep(model, place, step)
             publisher.publish(step, model).result(60)
+
+
+def train_with_callback(place: Path, steps: range) -> None:
+    """Tell the callback of each step, as `transformers.Trainer` does, whose own FSDP2 takes GPUs alone."""
+    torch.manual_seed(steps.start)
+    model = spread(Net(), "fsdp")
+    callback = DeltabusCallback(place / "topic", dtype=torch.bfloat16, on_busy="wait", workers=1)
+    trainer = CallbackHandler([callback], model, None, None, None)
+    state, control = TrainerState(is_world_process_zero=dist.get_rank() == 0), TrainerControl()
+    for step in steps:
+        shift(model, step)
+        keep(model, place, step)
+        state.global_step = step
+        if step == steps.start:
+            trainer.on_train_begin(None, state, control)
+        else:
+            trainer.on_step_end(None, state, control)
+        callback.publication.result(60)
+    trainer.on_train_end(None, state, control)
+
+
+def train_experts_with_callback(place: Path) -> None:
+    """Shards of tensors that checkpoints have otherwise are published by the model's own names, if that is wanted."""
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    model = fully_shard(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, moe_intermediate_size=4)))
+    state, control = TrainerState(is_world_process_zero=dist.get_rank() == 0), TrainerControl()
+    refused = CallbackHandler([DeltabusCallback(place / "refused", workers=1)], model, None, None, None)
+    try:
+        refused.on_train_begin(None, state, control)
+    except UsageError as error:
+        assert "names='model'" in str(error)
+    else:
+        raise AssertionError("shards were published by names that no engine loads")
+    callback = DeltabusCallback(place / "topic", names="model", dtype=torch.bfloat16, workers=1)
+    taken = CallbackHandler([callback], model, None, None, None)
+    keep(model, place, 0)
+    taken.on_train_begin(None, state, control)
+    taken.on_train_end(None, state, control)
 
 
 def follow(place: Path, how: str, step: int) -> None:
@@ -112,6 +160,10 @@ def main() -> None:
         how, first, last, topic = run.split(":")
         if how.startswith("follow-"):
             follow(Path(directory, topic), how.removeprefix("follow-"), int(last))
+        elif how == "callback":
+            train_with_callback(Path(directory, topic), range(int(first), int(last) + 1))
+        elif how == "experts":
+            train_experts_with_callback(Path(directory, topic))
         else:
             train(Path(directory, topic), how, range(int(first), int(last) + 1))
     dist.destroy_process_group()

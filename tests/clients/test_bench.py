@@ -88,7 +88,7 @@ def test_checkpoints_are_measured_between_processes_on_a_disk(checkpoints, tmp_p
     assert set(way.memory) == {f"{who}, {phase}" for who in ("trainer", "engine") for phase in ("anchor", "steps")}
     assert set(way.full_stages) == {"save", "load", "copy"}
     assert way.full > max(way.full_stages.values())
-    assert min(way.applied, way.anchor_up, way.anchor_down, way.newcomer, way.plain.put, way.plain.get) > 0
+    assert min(way.flush, way.applied, way.anchor_up, way.anchor_down, way.newcomer, way.plain.put, way.plain.get) > 0
     assert list(way.stages) == ["blocked", "encode", "upload", "download", "decode", "apply", "between"]
     assert list(place.iterdir()) == []
     assert report.left == ""
@@ -100,7 +100,7 @@ def test_a_topic_in_this_process_is_measured_in_this_process(local):
     plan, report, said = local
     assert report.exact
     assert len(said) == plan.count()
-    assert (report.end_to_end.full, report.end_to_end.memory) == (None, {})
+    assert (report.end_to_end.full, report.end_to_end.flush, report.end_to_end.memory) == (None, None, {})
     assert report.end_to_end.total == tiny().total
     assert report.left == ""
 

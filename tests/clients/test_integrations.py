@@ -33,6 +33,10 @@ def test_a_trainer_publishes_and_its_successor_goes_on_with_the_chain(runs):
     assert steps[0] == 4 and steps[-1] == 6
 
 
+def test_experts_are_published_by_the_names_of_their_checkpoints_unless_the_models_own_are_wanted(runs):
+    assert runs["train_experts"] == {"checkpoint": True, "model": True, "differ": True}
+
+
 def test_a_failing_bus_ends_training_only_if_that_is_wanted(runs):
     assert runs["fail"] == [3, "PublishError"]
     assert "the next publication tries again" in runs["stderr"]

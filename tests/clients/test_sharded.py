@@ -46,7 +46,8 @@ async def follow(place: Path, last: int) -> list[tuple[int, int]]:
             wrong = [n for n in model if not torch.equal(as_integers(model[n]), as_integers(expected[n]))]
             assert wrong == []
             # No element is published twice, and none left out; tied weights count once.
-            assert update.total == sum(t.numel() for t in expected.values()) - expected["embed.weight"].numel()
+            tied = expected["embed.weight"].numel() if "embed.weight" in expected else 0
+            assert update.total == sum(t.numel() for t in expected.values()) - tied
             found.append((update.step, len(update.state)))
             if update.step == last:
                 break
@@ -54,7 +55,8 @@ async def follow(place: Path, last: int) -> list[tuple[int, int]]:
 
 
 async def test_a_follower_has_the_whole_of_each_step(tmp_path):
-    for name in ("resharded", "hybrid", "switched"):
+    last_steps = {"resharded": 5, "hybrid": 2, "switched": 4, "told": 3, "experts": 0}
+    for name in last_steps:
         (tmp_path / name).mkdir()
     jobs = [
         (4, "fsdp:1:3:resharded", "hsdp:1:2:hybrid"),
@@ -65,19 +67,20 @@ async def test_a_follower_has_the_whole_of_each_step(tmp_path):
             "ddp:3:4:switched",
             "follow-tp:5:5:resharded",
             "follow-fsdp:4:4:switched",
+            "callback:1:3:told",
+            "experts:0:0:experts",
         ),
     ]
     async with asyncio.timeout(LIMIT):
-        following = [
-            asyncio.create_task(follow(tmp_path / name, last))
-            for name, last in {"resharded": 5, "hybrid": 2, "switched": 4}.items()
-        ]
+        following = [asyncio.create_task(follow(tmp_path / name, last)) for name, last in last_steps.items()]
         for ranks, *runs in jobs:
             with torchrun(ranks, tmp_path, *runs) as job:
                 assert await asyncio.to_thread(job.wait, LIMIT) == 0
-        resharded, hybrid, switched = await asyncio.gather(*following)
+        resharded, hybrid, switched, told, experts = await asyncio.gather(*following)
     # A newcomer begins with the newest step that is there when it comes, and then misses none.
     assert resharded == [(1, 4), (2, 4), (3, 4), (4, 2), (5, 2)][-len(resharded) :]
     assert hybrid == [(1, 4), (2, 4)][-len(hybrid) :]
     assert switched == [(1, 2), (2, 2), (3, 2), (4, 2)][-len(switched) :]
+    assert told == [(1, 2), (2, 2), (3, 2)][-len(told) :]
+    assert experts == [(0, 2)]
     assert len(resharded) > 2

@@ -12,12 +12,22 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from deltabus import Publisher, Subscriber
 from deltabus.adapters import adapter_name, is_adapter
 from deltabus.bus.errors import AccessDeniedError, PublishError, UsageError
+from deltabus.cli.pull import pull_version
 from deltabus.cli.topic import read_topic
 from deltabus.codecs.checkpoint import load_checkpoint
 from deltabus.codecs.state import as_integers
@@ -117,6 +127,24 @@ def train_and_resume(root):
     return {"exact": exact, "before": before, "after": log_of(url)[len(before) :], "step": update.step}
 
 
+def train_experts(root):
+    """Train a mixture of experts, whose checkpoints have other names than the model, and publish it by both."""
+    set_seed(0)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+    callbacks = [DeltabusCallback(root / names, names=names, workers=1) for names in ("checkpoint", "model")]
+    Trainer(model, arguments(root, max_steps=2), train_dataset=rows(), callbacks=callbacks).train()
+    model.save_pretrained(root / "experts")
+    expected = {"checkpoint": load_checkpoint(root / "experts"), "model": model.state_dict()}
+    found = {}
+    for names, tensors in expected.items():
+        pull_version(str(root / names), root / f"pulled-{names}")
+        found[names] = same(load_checkpoint(root / f"pulled-{names}"), tensors)
+    return {**found, "differ": expected["checkpoint"].keys() != expected["model"].keys()}
+
+
 def fail(root):
     """Train while the bus refuses; once it may end training, and once not."""
     put, ended = FileTransport.put, []
@@ -214,5 +242,5 @@ def base_and_adapter(root):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    found = {work.__name__: work(place) for work in (train_and_resume, fail, grpo, base_and_adapter)}
+    found = {work.__name__: work(place) for work in (train_and_resume, train_experts, fail, grpo, base_and_adapter)}
     print(json.dumps(found))

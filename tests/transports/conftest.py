@@ -3,10 +3,14 @@ import itertools
 import pytest
 import pytest_asyncio
 
+from .hub_server import HubServer, small_clients
+from .hub_topic import BUCKET, READ_TOKEN, TOKEN, HubTopic
 from .nats_server import NatsServer
 from .proxy import Proxy
 from .s3_topic import S3Topic
 from .seaweed import Seaweed
+
+_hub_runs = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +72,32 @@ def nats(tmp_path_factory):
     """A real NATS server with JetStream for the whole session; tests take topics of their own."""
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def hub_clients(tmp_path_factory):
+    """Lets the clients of the Hub keep their things in a directory of the tests, for all tests of a file."""
+    with small_clients(tmp_path_factory.mktemp("home")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def running_hub(tmp_path_factory):
+    """A stand-in Hub for the whole session; tests take topics of their own."""
+    with HubServer(
+        tmp_path_factory.mktemp("hub"), "--token", TOKEN, "--read-token", READ_TOKEN, "--bucket", BUCKET
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def hub(running_hub):
+    """The stand-in Hub; what a test lets go wrong goes well again behind it."""
+    yield running_hub
+    running_hub.heal()
+
+
+@pytest.fixture
+def hub_topics(hub):
+    """Makes fresh topics of the stand-in Hub."""
+    return lambda **options: HubTopic(hub, f"runs/{next(_hub_runs)}", **options)
