@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -212,32 +212,28 @@ class Outbox:
         """
         # Marked before anything is compared: what changes meanwhile has another mark the next time.
         look = self._marks.look(state) if self._marks is not None else None
-        skip = look.unmoved if look is not None else frozenset()
-        known = self._shadow if not self._torn and self._shadow is not None else None
-        known = known if known is not None and known.schema == state.schema else None
         found: Split | None = None
         changes: Changes | None = None
-        size = 0
-        if known is not None and (self._limits or not known.in_host_memory):
-            changes = capture(state, known, pool=self._pool, skip=skip)
+        if not self._torn and self._shadow is not None and self._shadow.schema == state.schema:
+            shadow = self._shadow
+            changes = capture(state, shadow, pool=self._pool, skip=look.unmoved if look is not None else frozenset())
             if self._limits and not everything:
-                found = self._split(changes, known)
+                found = self._split(changes, shadow)
                 changes = found.sent
-            size = self._estimate(changes, known) if self._limits.budget is not None else 0
-        shadow = known or Shadow.of(state, pool=self._pool, allocate=self._allocate)
+        else:
+            shadow = Shadow.of(state, pool=self._pool, allocate=self._allocate)
+        size = self._estimate(changes, shadow) if changes is not None and self._limits.budget is not None else 0
         publication = Publication(step)
         with self._changed:
-            # An interrupt (Ctrl-C) before the draft is in its place must leave no shadow that is ahead of the drafts.
-            self._torn = True
-            if changes is not None:
-                shadow.advance(changes, pool=self._pool)
-            elif known is not None:
-                changes = self._follow(state, shadow, skip)
             held = found.held.count if found else 0
             draft = Draft(step, changes, anchor, metadata, held=held, size=size, after=after or VersionVector())
             before = self._draft or self._owed
             if before is not None:
                 draft = before.followed_by(draft)
+            # An interrupt (Ctrl-C) before the draft is in its place must leave no shadow that is ahead of the drafts.
+            self._torn = True
+            if changes is not None:
+                shadow.advance(changes, pool=self._pool)
             self._shadow = shadow
             waiting = Waiting(publication, called, time.monotonic() - called)
             self._draft = replace(draft, waiting=(*draft.waiting, waiting))
@@ -248,13 +244,6 @@ class Outbox:
             self._marks.keep(look, besides=_tensors_in(found.held) if found else frozenset())
         self._announce()
         return publication
-
-    def _follow(self, state: State, shadow: Shadow, skip: Set[int]) -> Changes:
-        try:
-            return shadow.follow(state, pool=self._pool, skip=skip)
-        except Exception:
-            self._torn = False  # it is as it was
-            raise
 
     def _split(self, changes: Changes, shadow: Shadow) -> Split:
         """Decide what is held back; what a waiting draft takes already is no longer free."""

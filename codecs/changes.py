@@ -243,28 +243,24 @@ class Gathered:
         self._found = _room(dtype, compare.CHUNK * self._lanes + size // 64)
         self._work = compare.room()
 
-    def add(self, old: Bits, new: Bits, origin: int = 0, *, moves: bool = False) -> None:
+    def add(self, old: Bits, new: Bits, origin: int = 0) -> None:
         """Add where two contiguous arrays of equal length differ.
 
         Args:
             old: What was there.
             new: What there is.
             origin: The position of their first elements.
-            moves: Whether to write the new bits over the old ones.
         """
-        find = compare.take_differing if moves else compare.find_differing
         at = 0
         if old.flags.aligned and new.flags.aligned:
             while True:
-                at = find(old, new, at, origin, self._work, *self._found)
+                at = compare.find_differing(old, new, at, origin, self._work, *self._found)
                 if old.size - at < self._lanes:
                     break
                 self._grow(self._found.positions.size)
         rest = np.flatnonzero(old[at:] != new[at:]).astype(np.uint32) + np.uint32(at)
         if rest.size:
             self.put(Differing(rest, old[rest], new[rest]), origin)
-            if moves:
-                old[rest] = new[rest]
 
     def put(self, found: Differing, origin: int = 0) -> None:
         """Add what was found elsewhere, at positions that are counted from `origin` on."""

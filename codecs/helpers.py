@@ -29,7 +29,7 @@ class Helpers:
         """Do the work on each item, in this thread and in those that come, in no order.
 
         When this returns or raises, nobody works any more, however often it was interrupted. After an error nothing
-        more is begun.
+        more is begun. Of several errors the last one that met this thread is raised.
 
         Raises:
             BaseException: What the work raised.
@@ -37,6 +37,7 @@ class Helpers:
         waiting = deque(items)
         # Held by whoever works. A helper that comes when all is done finds nothing, and is not waited for.
         turns = [threading.Lock() for _ in range(min(self._count, len(waiting) - 1))]
+        ended: list[BaseException] = []
         errors: list[BaseException] = []
 
         def help_out(turn: threading.Lock) -> None:
@@ -48,33 +49,44 @@ class Helpers:
                     waiting.clear()
                     errors.append(error)
 
-        ended: BaseException | None = None
+        def wait() -> None:
+            while True:
+                try:
+                    waiting.clear()
+                    for turn in turns:
+                        with turn:
+                            pass
+                    return  # noqa: TRY300 - in an `else` it would be one more place to strike
+                except BaseException as error:
+                    ended.append(error)
+
         try:
-            self._call(help_out, turns)
-            for item in _taken(waiting):
-                work(item)
-        except BaseException as error:
-            ended = error
-        # In one loop without a call before it, so that no interrupt finds a way past it.
-        while True:
             try:
-                waiting.clear()
-                for turn in turns:
-                    with turn:
-                        pass
-                break
+                self._call(help_out, turns)
+                for item in _taken(waiting):
+                    work(item)
             except BaseException as error:
-                ended = error
-        for reason in (ended, *errors):
-            if reason is not None:
-                raise reason
+                ended.append(error)
+            wait()
+        finally:
+            # Where several signals are due at once, one may strike on the way out of a handler, and so out of `wait`.
+            try:
+                wait()
+            finally:
+                wait()
+        for reason in (*reversed(ended), *errors):
+            raise reason
 
     def _call(self, help_out: Callable[[threading.Lock], object], turns: Sequence[threading.Lock]) -> None:
-        # When the threads have ended, or this process was forked from theirs, nobody comes.
-        with contextlib.suppress(RuntimeError):
+        try:
             for turn in turns:
                 assert self._pool is not None
                 self._pool.submit(help_out, turn)
+        except RuntimeError as error:
+            # The threads have ended, or Python does: nobody comes, as in a process that was forked from theirs. If it
+            # comes of another error it hides an interrupt that struck within a lock.
+            if error.__context__ is not None:
+                raise
 
     def end(self) -> None:
         """Let the threads end; whoever shares work out afterwards does it alone."""

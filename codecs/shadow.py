@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from types import TracebackType
@@ -22,8 +22,8 @@ from . import dtypes, on_device
 from .ahead import in_order
 from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
-from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take, to_host
-from .schema import Piece, Schema, Segment
+from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take
+from .schema import Schema
 from .state import State
 
 __all__ = ["Allocate", "Scratch", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
@@ -98,11 +98,6 @@ class Shadow:
 
         return cls(state.schema, list(in_order(filled, indices, pool=pool, ahead=_AHEAD)))
 
-    @property
-    def in_host_memory(self) -> bool:
-        """Whether all of its bits are arrays in host memory."""
-        return not any(isinstance(bits, Tensor) for bits in self._bits)
-
     def read(self, index: int) -> Held:
         """Return the bits of a segment: the live ones, not to be written to."""
         return self._bits[index]
@@ -138,51 +133,11 @@ class Shadow:
                 for _ in in_order(self._write, changes.segments.items(), pool=pool, ahead=_AHEAD):
                     pass
             except BaseException:
-                self._take_back(changes.segments)
+                # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
+                for index, change in changes.segments.items():
+                    with self._locks[index]:
+                        scatter(self._bits[index], change.positions, change.old)
                 raise
-
-    def follow(self, state: State, *, pool: Executor | None = None, skip: Container[int] = frozenset()) -> Changes:
-        """Take over a state, all of it or nothing, and return the changes that led there; only `in_host_memory`.
-
-        It is what `capture` and `advance` do, in one pass: what was just read need not be checked, and lies in the
-        processor's cache.
-
-        Args:
-            state: What there is now.
-            pool: Works on several segments at once.
-            skip: Numbers of tensors that are known to hold what the shadow does, and are not compared.
-
-        Raises:
-            SchemaMismatchError: If the state has another schema; the error names the tensor that differs, and how.
-        """
-        check_same_schema(self.schema, state.schema)
-        moved: dict[int, Gathered] = {}
-
-        def followed(index: int) -> SegmentChanges | None:
-            segment = self.schema.segments[index]
-            found = Gathered(segment.dtype.bits, segment.size)
-            with self._locks[index]:
-                moved[index] = found
-                for piece, run in _runs(segment, self._bits[index], skip):
-                    found.add(to_host(run), state.piece(piece), piece.offset, moves=True)
-                change = found.changes()
-                if change is not None:
-                    self._note(index, change)
-                return change
-
-        with self._writing:
-            try:
-                return collected(self.schema, followed, pool=pool)
-            except BaseException:
-                self._take_back({index: SegmentChanges(*found.taken()) for index, found in moved.items()})
-                raise
-
-    def _take_back(self, segments: Mapping[int, SegmentChanges]) -> None:
-        """Write old bits back, whether or not the new ones were written."""
-        # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
-        for index, change in segments.items():
-            with self._locks[index]:
-                scatter(self._bits[index], change.positions, change.old)
 
     def _check(self, item: tuple[int, SegmentChanges]) -> None:
         index, change = item
@@ -196,13 +151,9 @@ class Shadow:
     def _write(self, item: tuple[int, SegmentChanges]) -> None:
         index, change = item
         with self._locks[index]:
+            for snapshot in self._snapshots:
+                snapshot._note(index, change)
             scatter(self._bits[index], change.positions, change.new)
-            self._note(index, change)
-
-    def _note(self, index: int, change: SegmentChanges) -> None:
-        """Tell snapshots of a change that was made; the segment's lock is held since before it was."""
-        for snapshot in self._snapshots:
-            snapshot._note(index, change)
 
     def load(self, index: int, bits: Held) -> None:
         """Replace a segment's bits by a copy of these.
@@ -339,13 +290,14 @@ class Snapshot:
         self._later, self._kept = {}, {}
 
     def _note(self, index: int, change: SegmentChanges) -> None:
-        """Remember a change that was just made; the segment's lock is held."""
+        """Remember a change that is about to be made; the segment's lock is held."""
         if index in self._kept:
             return
         later = self._later.setdefault(index, [])
-        later.append(change)
-        if sum(kept.nbytes for kept in later) > self._shadow._bits[index].nbytes:
+        if sum(kept.nbytes for kept in later) + change.nbytes > self._shadow._bits[index].nbytes:
             self._keep(index)
+        else:
+            later.append(change)
 
     def _keep(self, index: int) -> None:
         """Copy a segment as it was; the segment's lock is held."""
@@ -382,23 +334,20 @@ def capture(
         StorageFullError: If the shadow lies on a device that has no memory to compare.
     """
     check_same_schema(shadow.schema, state.schema)
-    return collected(shadow.schema, lambda index: _compared(shadow, state, index, skip), pool=pool)
-
-
-def _compared(shadow: Shadow, state: State, index: int, skip: Container[int]) -> SegmentChanges | None:
     # The shadow's own schema object, because its segments are computed once and not anew for each captured state.
-    segment = shadow.schema.segments[index]
-    found = Gathered(segment.dtype.bits, segment.size)
-    for piece, run in _runs(segment, shadow.read(index), skip):
-        if isinstance(run, Tensor):
-            found.put(differing(run, state.piece_on(run.device, piece)), piece.offset)
-        else:
-            found.add(run, state.piece(piece), piece.offset)
-    return found.changes()
+    schema = shadow.schema
 
+    def compared(index: int) -> SegmentChanges | None:
+        segment, held = schema.segments[index], shadow.read(index)
+        found = Gathered(segment.dtype.bits, segment.size)
+        for piece in segment.pieces:
+            if piece.tensor in skip:
+                continue
+            run = held[piece.offset : piece.offset + piece.stop - piece.start]
+            if isinstance(run, Tensor):
+                found.put(differing(run, state.piece_on(run.device, piece)), piece.offset)
+            else:
+                found.add(run, state.piece(piece), piece.offset)
+        return found.changes()
 
-def _runs(segment: Segment, held: Held, skip: Container[int]) -> Iterator[tuple[Piece, Held]]:
-    """Yield the pieces of a segment that are compared, and what is held of each, as a view."""
-    for piece in segment.pieces:
-        if piece.tensor not in skip:
-            yield piece, held[piece.offset : piece.offset + piece.stop - piece.start]
+    return collected(schema, compared, pool=pool)

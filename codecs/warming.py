@@ -44,7 +44,6 @@ def _compile(name: str) -> None:
     compose(changes, reverse(changes))
     Target.bind(before, shadow.schema).apply(changes, digest_delta=digest_delta(changes))
     shadow.advance(changes)
-    shadow.follow(collect(before))
     shadow.digest()
 
 

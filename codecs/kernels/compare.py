@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ __all__ = [
     "merge",
     "room",
     "scatter",
-    "take_differing",
 ]
 
 _Bits = npt.NDArray[np.unsignedinteger]
@@ -39,7 +37,7 @@ class Room(NamedTuple):
     Attributes:
         blocks: Those in which something differs.
         lanes: And which of their elements.
-        filled: How many places were found so far: one number, that is right wherever the caller is interrupted.
+        filled: How many places were found so far: one number.
     """
 
     blocks: _U32
@@ -52,51 +50,37 @@ def room() -> Room:
     return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64), np.zeros(1, np.int64))
 
 
-_Finder = Callable[[_Bits, _Bits, int, int, Room, _U32, _Bits, _Bits], int]
+@loop
+def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
+    old: _Bits, new: _Bits, start: int, origin: int, work: Room, positions: _U32, before: _Bits, after: _Bits
+) -> int:
+    """Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
 
-
-def _finder(*, moves: bool) -> _Finder:
-    @loop
-    def find(  # noqa: PLR0917 - compiled functions take their arguments by place
-        old: _Bits, new: _Bits, start: int, origin: int, work: Room, positions: _U32, before: _Bits, after: _Bits
-    ) -> int:
-        lanes = LANES_BYTES // old.itemsize
-        filled = int(work.filled[0])
-        while old.size - start >= lanes:
-            blocks = min(CHUNK, (old.size - start) // lanes)
-            if filled + blocks * lanes > positions.size:
-                break
-            # Appending without a branch costs less than a branch that is mispredicted at every change.
-            found = 0
-            for block in range(blocks):
-                differ = apart(old, new, start + block * lanes)
-                work.blocks[found], work.lanes[found] = block, differ
-                found += differ != _0
-            for k in range(found):
-                first, differ = start + int(np.int64(work.blocks[k])) * lanes, work.lanes[k]
-                while differ:
-                    at = first + int(np.int64(trailing_zeros(differ)))
-                    differ &= differ - _1
-                    positions[filled], before[filled], after[filled] = origin + at, old[at], new[at]
-                    if moves:
-                        old[at] = new[at]
-                    filled += 1
-            start += blocks * lanes
-        work.filled[0] = filled
-        return start
-
-    return find
-
-
-find_differing = _finder(moves=False)
-"""Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
-
-Places are counted from `origin` on. Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when the
-room may not suffice. Returns where it stopped.
-"""
-
-take_differing = _finder(moves=True)
-"""The same, and let the first array hold what the second does there, while it lies in the processor's cache."""
+    Places are counted from `origin` on. Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when
+    the room may not suffice. Returns where it stopped.
+    """
+    lanes = LANES_BYTES // old.itemsize
+    filled = int(work.filled[0])
+    while old.size - start >= lanes:
+        blocks = min(CHUNK, (old.size - start) // lanes)
+        if filled + blocks * lanes > positions.size:
+            break
+        # Appending without a branch costs less than a branch that is mispredicted at every change.
+        found = 0
+        for block in range(blocks):
+            differ = apart(old, new, start + block * lanes)
+            work.blocks[found], work.lanes[found] = block, differ
+            found += differ != _0
+        for k in range(found):
+            first, differ = start + int(np.int64(work.blocks[k])) * lanes, work.lanes[k]
+            while differ:
+                at = first + int(np.int64(trailing_zeros(differ)))
+                differ &= differ - _1
+                positions[filled], before[filled], after[filled] = origin + at, old[at], new[at]
+                filled += 1
+        start += blocks * lanes
+    work.filled[0] = filled
+    return start
 
 
 @kernel

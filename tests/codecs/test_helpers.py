@@ -87,21 +87,46 @@ def test_an_error_ends_all_and_nobody_goes_on(where, error):
     assert next(begun) == after + 1
 
 
-def test_interrupts_while_the_caller_waits_do_not_end_the_wait():
+class Terminated(BaseException):
+    """What a process's handler of SIGTERM may raise."""
+
+
+@pytest.fixture
+def terminated():
+    def handler(number, frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("terminated")
+@pytest.mark.parametrize("times", range(5))
+def test_interrupts_while_the_caller_waits_do_not_end_the_wait(times):
     shared, inside, ended = Helpers(1), threading.Event(), []
+    shared.share(lambda item: None, range(2))  # the thread is there
     caller = threading.main_thread().ident
+
+    def waits():
+        code = sys._current_frames()[caller].f_code
+        return (code.co_name, code.co_filename) == ("wait", Helpers.share.__code__.co_filename)
 
     def work(item):
         if threading.get_ident() == caller:
             assert inside.wait(LIMIT)
-            raise KeyboardInterrupt
+            raise ValueError("of the caller")
         inside.set()
-        wait_until(lambda: sys._current_frames()[caller].f_code is Helpers.share.__code__)
+        wait_until(waits)
+        # Both are due at once: the second strikes where the first was just dealt with.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.pthread_kill(caller, number)
         for _ in range(3):
+            wait_until(waits)
             signal.pthread_kill(caller, signal.SIGINT)
         ended.append(item)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, Terminated)):
         shared.share(work, range(2))
     assert len(ended) == 1
     shared.end()

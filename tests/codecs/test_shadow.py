@@ -19,7 +19,7 @@ from deltabus.codecs.changes import Changes, SegmentChanges, changes_between, re
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.kernels import compare
 from deltabus.codecs.shadow import Scratch, Shadow, capture
-from deltabus.codecs.state import State, as_integers, collect
+from deltabus.codecs.state import as_integers, collect
 
 
 def model(seed=0):
@@ -46,13 +46,6 @@ def bits_of(state):
     return [state.read(segment.index).tolist() for segment in state.schema.segments]
 
 
-def as_lists(changes):
-    return {
-        index: (change.positions.tolist(), change.old.tolist(), change.new.tolist())
-        for index, change in changes.segments.items()
-    }
-
-
 def flip(tensors, random, share):
     """Give a random share of each tensor's elements another bit pattern."""
     for tensor in tensors.values():
@@ -74,12 +67,6 @@ def test_capture_finds_every_changed_bit(seed, share, segment_elements, threaded
         assert copy_of(shadow) == before
         shadow.advance(changes)
         assert copy_of(shadow) == bits_of(state)
-        shadow.advance(reverse(changes))
-        with shadow.snapshot() as snapshot:
-            followed = shadow.follow(state, pool=used)
-            assert copy_of(shadow) == bits_of(state)
-            assert copy_of(snapshot) == before
-        assert as_lists(followed) == as_lists(changes)
         assert shadow.digest(used) == digest_of(state.schema, state.read)
         shadow.advance(reverse(changes))
         assert copy_of(shadow) == before
@@ -181,39 +168,6 @@ def test_an_interrupted_advance_is_taken_back(monkeypatch):
     assert copy_of(shadow) == copy_of(snapshot) == [[0] * 4] * 2
     shadow.advance(Changes(shadow.schema, {0: one(1, 0, 3)}))
     assert copy_of(snapshot) == [[0] * 4] * 2
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
-def test_a_state_that_cannot_be_read_to_its_end_is_not_taken_over(monkeypatch, threads, error):
-    tensors = model()
-    shadow = Shadow.of(collect(tensors, segment_elements=8))
-    before, snapshot = copy_of(shadow), shadow.snapshot()
-    flip(tensors, np.random.default_rng(1), 1.0)
-    state = collect(tensors, segment_elements=8)
-    real, last = State.piece, shadow.schema.segments[-2].pieces[0]
-
-    def failing(self, piece):
-        if piece == last:
-            raise error
-        return real(self, piece)
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(State, "piece", failing)
-        with pytest.raises(type(error)):
-            shadow.follow(state, pool=pool if threads else None)
-    assert copy_of(shadow) == copy_of(snapshot) == before
-    assert shadow.follow(state).count == state.schema.total
-    assert copy_of(snapshot) == before
-
-
-def test_what_need_not_be_compared_is_not_taken_over():
-    tensors = {"a": torch.zeros(70), "b": torch.zeros(70)}
-    shadow = Shadow.of(collect(tensors))
-    for tensor in tensors.values():
-        tensor.add_(1)
-    assert shadow.follow(collect(tensors), skip={0}).count == 70
-    assert shadow.read(0).tolist() == [0] * 70 + [0x3F800000] * 70
 
 
 @given(st.data())
