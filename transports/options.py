@@ -13,6 +13,8 @@ from deltabus.bus.errors import UnknownOptionError, UsageError
 __all__ = ["Option", "is_secret", "parse_flag", "parse_seconds", "parse_size", "read_options"]
 
 _SECRET = re.compile("token|secret|password|passwd|credential|signature|key", re.IGNORECASE)
+_LOGIN = re.compile(r"^(.*?//)?.*@", re.DOTALL)
+"""What may be a user's name and password in front of a host; a name that holds '/' or '@' included."""
 _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1 << 10 * (power + 1) for power, prefix in enumerate("KMGT")}}
 
 
@@ -51,7 +53,7 @@ def read_options(declared: Sequence[Option], given: Mapping[str, str], *, where:
 
     Raises:
         UnknownOptionError: If an option is given that is not declared; it lists those that are.
-        UsageError: If a text cannot be parsed; it names the option, and shows the text unless it may be secret.
+        UsageError: If a text cannot be parsed; it names the option, and shows the text, without what may be secret.
     """
     names = [option.name for option in declared]
     for name in given:
@@ -65,7 +67,7 @@ def read_options(declared: Sequence[Option], given: Mapping[str, str], *, where:
         values[option.name] = option.default
         if option.name in given:
             secret = is_secret(option.name, declared)
-            shown = "its value" if secret else repr(given[option.name])
+            shown = "its value" if secret else repr(_LOGIN.sub(r"\1***@", given[option.name]))
             try:
                 values[option.name] = option.parse(given[option.name])
             except ValueError as error:

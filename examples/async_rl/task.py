@@ -26,7 +26,7 @@ class Settings:
     Attributes:
         url: Below which the run's topics lie.
         sync: How weights travel: `delta`, by deltabus, or `checkpoint`, whole.
-        engine: What workers sample with: `transformers`, `vllm`, or `auto`, which `engines.py` decides.
+        engine: What workers sample with: `transformers`, `vllm`, or `auto`, which `choice.py` decides.
         base: The file of the pretrained weights; the trainer alone reads it. Without one, `run.py` makes it.
         steps: Training steps.
         staleness: Batch t is sampled with the weights of step max(0, t - staleness).

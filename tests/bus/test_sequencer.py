@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltabus.bus.errors import ConflictError, RetentionGapError, UsageError
-from deltabus.bus.message import Kind, Message
+from deltabus.bus.message import Cohort, Kind, Message
 from deltabus.bus.planner import plan
 from deltabus.bus.sequencer import Cut, Sequencer
 from deltabus.bus.version import VersionVector
@@ -224,6 +224,14 @@ def test_two_writers_that_do_not_know_each_other_make_cuts_of_their_own():
 def test_one_generation_has_one_group():
     with pytest.raises(ConflictError, match="makes a group of a, c where generation 0 is a group of a, b"):
         fed([anchor(0, 1, group=("a", "b")), delta(1, 2, group=("a", "c"))])
+
+
+def test_a_message_that_repeats_a_version_claims_its_group_too():
+    alone = [anchor(0, 1), anchor(0, 1, writer="b")]
+    repeated = anchor(1, 1, group=("a", "b"), cohort=Cohort(generation=1), epoch=2)
+    for messages in itertools.permutations([*alone, repeated]):
+        with pytest.raises(ConflictError, match="generation 0"):
+            fed(messages)
 
 
 # Retention

@@ -58,11 +58,8 @@ async def all_calls(transport):
 
 async def test_a_wrong_token_is_refused_everywhere(topic, caplog):
     caplog.set_level(logging.DEBUG)
-    async with (
-        topic.open(token="hf_stranger_of_the_tests")
-        if False
-        else open_transport(topic.url, **topic.options | {"token": "hf_stranger_of_the_tests"}) as transport
-    ):
+    stranger = topic.options | {"token": "hf_stranger_of_the_tests"}
+    async with open_transport(topic.url, **stranger) as transport:
         async for error in all_calls(transport):
             assert type(error) is AccessDeniedError
             assert "HF_TOKEN" in str(error)
@@ -150,7 +147,7 @@ async def test_what_is_no_hub_is_noticed(hub, topic):
 def test_malformed_urls(url):
     with pytest.raises(UsageError) as caught:
         open_transport(url)
-    assert "hf_secret" not in str(caught.value) or "endpoint" in url
+    assert "hf_secret" not in str(caught.value)
 
 
 def test_the_url_tells_no_secret():
