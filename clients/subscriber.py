@@ -17,7 +17,6 @@ from deltabus.bus.errors import ClosedError
 from deltabus.bus.logs import parse_seen, seen_text
 from deltabus.bus.message import check_writer_name
 from deltabus.bus.version import VersionVector
-from deltabus.codecs.helpers import Helpers
 from deltabus.transports import open_transport
 
 from .bindings import Bindings
@@ -78,7 +77,7 @@ class Subscriber:
         verify_every: With `verify="full"`, how many updates are applied from one such comparison to the next.
         on_event: Told of each update that was received or applied, of detours and waits: `LoggingListener()`,
             `PrometheusListener()`, or any callable that takes an `Event`; one or several.
-        workers: Threads that decode, and as many that write; None is the number of usable cores, at most 8.
+        workers: Threads that decode; None is the number of usable cores, at most 8.
 
     Raises:
         UsageError: If the URL, a key, `seen`, a time or another option is wrong, or `shadow` cannot be written to or is
@@ -109,7 +108,6 @@ class Subscriber:
         ring, known = verify_keys(keys), parse_seen(seen or "")
         self._idle_timeout = idle_timeout
         self._workers = workers or usable_cores()
-        self._helpers = Helpers(self._workers - 1)
         self._allocate = allocator(shadow, of_model=False)
         self._transport = open_transport(url)
         self.url = self._transport.url
@@ -192,7 +190,7 @@ class Subscriber:
         if staged is None:
             raise StopAsyncIteration
         known = (self._holdings, self._bindings, self._verification)
-        self._current = Update(staged, *known, before=self._step, helpers=self._helpers, tell=self._note_applied)
+        self._current = Update(staged, *known, before=self._step, tell=self._note_applied)
         self._step = self._current.step
         return self._current
 
@@ -219,7 +217,6 @@ class Subscriber:
         await self._transport.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._helpers.end()
 
     def sync(self) -> Iterator[Update]:
         """Yield updates to synchronous code; leaving the loop closes the subscriber.

@@ -16,7 +16,6 @@ from deltabus.codecs.apply import Staged as StagedChanges
 from deltabus.codecs.apply import Target, load_all
 from deltabus.codecs.changes import Changes
 from deltabus.codecs.drift import Meant, count_drift, stage_differences
-from deltabus.codecs.helpers import Helpers
 from deltabus.codecs.schema import Schema
 
 from .bindings import Bindings
@@ -49,13 +48,11 @@ class Update:
         verification: Verification,
         *,
         before: int | None = None,
-        helpers: Helpers | None = None,
         tell: Callable[[Update], object] = lambda update: None,
     ) -> None:
         self._staged = staged
         self._tell = tell
         self._before = before
-        self._helpers = helpers
         self._message = max(staged.messages, key=lambda message: (message.step, message.version))
         self._holdings = holdings
         self._bindings = bindings
@@ -210,7 +207,6 @@ class Update:
         if not self._taken:
             self._taken = True
             self._verification.count(verified=self.verified)
-        self._writing = None  # what it holds is no longer needed
         self.seconds["apply"] = time.perf_counter() - started
         self._tell(self)
 
@@ -289,10 +285,7 @@ class Update:
     def _write(self, targets: Sequence[Target], held: VersionVector | None) -> None:
         """Write changes into a model that holds the state they start from, or is to be repaired."""
         pairs = list(zip(targets, self._staged.parts, strict=True))
-        # What a way holds was taken by the subscriber's own copy before.
-        changes = StagedChanges.joined(
-            target.stage(part.changes, valid=True) for target, part in pairs if part.changes is not None
-        )
+        changes = StagedChanges.joined(target.stage(part.changes) for target, part in pairs if part.changes is not None)
         whole = held is None or bool(self._due)
         try:
             self._check(targets, held, changes, whole=whole)
@@ -319,13 +312,13 @@ class Update:
                 f"the model holds {held}, and this update leads from {base} to {self.state}; apply updates in order, "
                 "or open a subscriber with on_drift='repair', or with have=model"
             )
-        changes.check(self._helpers)  # first, because it costs less, and names the element
+        changes.check()  # first, because it costs less, and names the element
         if whole:
             check_base(targets, self._staged)
 
     def _commit(self, changes: StagedChanges, *, checked: bool = False) -> None:
         self._taken, self._writing = self.applied, changes
-        changes.write(checked=checked, helpers=self._helpers)
+        changes.write(checked=checked)
 
     def _verify(self, targets: Sequence[Target], *, done: str = "nothing was changed") -> None:
         """Compare a whole model with the state, and repair it if that is wanted.

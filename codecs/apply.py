@@ -19,7 +19,6 @@ from .digest import digest_delta as delta_of
 from .digest import digest_of
 from .dtypes import DType
 from .held import Held, differing, fits, to_host
-from .helpers import Helpers
 from .on_device import as_tensor
 from .overlap import overlapping, overlaps_itself
 from .patches import Patch, first_mismatch, memory_of, patch_of, places_in, write_all
@@ -199,21 +198,19 @@ class Target:
                         positions = found.positions + np.uint32(piece.offset)
                         yield Difference(segment, piece, place, SegmentChanges(positions, found.old, found.new))
 
-    def stage(self, changes: Changes, *, digest_delta: int | None = None, valid: bool = False) -> Staged:
+    def stage(self, changes: Changes, *, digest_delta: int | None = None) -> Staged:
         """Move changes to where the tensors are, so that what is left to do is the short write.
 
         Args:
             changes: What to write.
             digest_delta: What the changes must add to the digest, modulo 2^64, if that is known.
-            valid: Whether they are known to be well formed, because a shadow has taken them.
 
         Raises:
             SchemaMismatchError: If they are of another schema.
             CorruptPayloadError: If they are not well formed, or add something else to the digest.
         """
         check_same_schema(self.schema, changes.schema)
-        if not valid:
-            validate(changes)
+        validate(changes)
         if digest_delta is not None and delta_of(changes) != digest_delta % (1 << 64):
             raise CorruptPayloadError(
                 "the changes do not lead to the digest that their message names; fetch them again"
@@ -302,7 +299,7 @@ class Staged:
         """Return one that writes what these do, all of it or nothing."""
         return cls([part for each in staged for part in each._parts])
 
-    def write(self, *, checked: bool = False, helpers: Helpers | None = None) -> None:
+    def write(self, *, checked: bool = False) -> None:
         """Check that every touched element holds its old bits, then write the new ones: all or nothing.
 
         When writing fails or is interrupted, the old bits are written back before the error goes on. A second call
@@ -310,7 +307,6 @@ class Staged:
 
         Args:
             checked: Whether `check` was called just before, and need not be again.
-            helpers: Write several of the tensors in host memory at once.
 
         Raises:
             DivergedError: If an element holds other bits; nothing was changed. Or if the model holds a mixture, because
@@ -320,9 +316,9 @@ class Staged:
             if target._torn:
                 raise target._mixture()
         if not checked:
-            self.check(helpers)
+            self.check()
         try:
-            write_all(self._patches, helpers=helpers)
+            write_all(self._patches)
             # Within, so that an interrupt finds either this or the old bits, wherever it strikes.
             self.written = True
         except BaseException:
@@ -355,17 +351,14 @@ class Staged:
         if interrupt is not None:
             raise interrupt
 
-    def check(self, helpers: Helpers | None = None) -> None:
+    def check(self) -> None:
         """Check that every touched element holds its old bits, and write nothing.
-
-        Args:
-            helpers: Look at several of the tensors in host memory at once.
 
         Raises:
             DivergedError: If an element holds other bits; the error names the tensor.
         """
         for target, patches in self._parts:
-            wrong = first_mismatch(patches, helpers)
+            wrong = first_mismatch(patches)
             if wrong is not None:
                 raise diverged(target.schema, wrong.segment, wrong.position, held=wrong.held, expected=wrong.expected)
 

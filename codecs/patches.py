@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .changes import Bits, SegmentChanges
-from .helpers import Helpers, share_out
 from .kernels import compare
 from .on_device import as_tensor
 from .schema import Piece, Segment
@@ -20,9 +19,6 @@ from .slices import Place, Window
 from .state import as_integers
 
 __all__ = ["Mismatch", "Patch", "first_mismatch", "memory_of", "patch_of", "places_in", "write_all"]
-
-_WORTH_HELP = 1 << 16
-"""Changed elements from which on it pays to wake helpers."""
 
 
 class Mismatch(NamedTuple):
@@ -52,19 +48,16 @@ class _HostPatch:
     offset: int
     tensor: Tensor
     run: Bits
-    positions: npt.NDArray[np.uint32]
+    places: npt.NDArray[np.uint32]
     old: Bits
     new: Bits
 
-    def mismatch(self) -> Mismatch | None:
-        index = compare.first_not_holding(self.run, self.positions, self.old, self.offset)
-        if index < 0:
-            return None
-        position = int(self.positions[index])
-        return Mismatch(self.segment, position, int(self.run[position - self.offset]), int(self.old[index]))
+    def mismatch(self, index: int) -> Mismatch:
+        place = int(self.places[index])
+        return Mismatch(self.segment, self.offset + place, int(self.run[place]), int(self.old[index]))
 
     def write(self, *, back: bool) -> None:
-        compare.scatter(self.run, self.positions, self.old if back else self.new, self.offset)
+        compare.scatter(self.run, self.places, self.old if back else self.new)
         # What autograd does by itself when torch writes: a backward pass that still needs the old values must notice.
         # Tensors that were made in inference mode have no counter.
         if not self.tensor.is_inference():
@@ -119,7 +112,8 @@ def patch_of(place: Place, segment: Segment, piece: Piece, change: SegmentChange
     tensor = place
     if device.type == "cpu" and tensor.is_contiguous():
         run: Bits = as_integers(tensor).view(-1)[piece.start : piece.stop].numpy().view(segment.dtype.bits)
-        places, old, new = (np.ascontiguousarray(each) for each in (positions, change.old[part], change.new[part]))
+        places = positions - np.uint32(piece.offset)
+        old, new = (np.ascontiguousarray(bits[part]) for bits in (change.old, change.new))
         return _HostPatch(segment.index, piece.offset, tensor, run, places, old, new)
     elements = as_tensor(positions, device).to(torch.int64) + (piece.start - piece.offset)
     before, after = (as_tensor(bits[part], device) for bits in (change.old, change.new))
@@ -127,52 +121,35 @@ def patch_of(place: Place, segment: Segment, piece: Piece, change: SegmentChange
 
 
 @torch.inference_mode()
-def first_mismatch(patches: Sequence[Patch], helpers: Helpers | None = None) -> Mismatch | None:
+def first_mismatch(patches: Iterable[Patch]) -> Mismatch | None:
     """Return an element that does not hold the bits that its change starts from, None when there is none."""
-    wrong: list[Mismatch] = []
     by_device: dict[torch.device, list[_TorchPatch]] = {}
     for patch in patches:
-        if isinstance(patch, _TorchPatch):
+        if isinstance(patch, _HostPatch):
+            index = compare.first_not_holding(patch.run, patch.places, patch.old)
+            if index >= 0:
+                return patch.mismatch(index)
+        else:
             by_device.setdefault(patch.memory.device, []).append(patch)
-
-    def look(patch: _HostPatch) -> None:
-        found = patch.mismatch()
-        if found is not None:
-            wrong.append(found)
-
-    _share_out(look, patches, helpers)
-    if wrong:
-        return min(wrong)
     for group in by_device.values():
         # One wait for all answers, and not one for each.
-        differ = torch.stack([(patch.held() != patch.old).any() for patch in group])
-        for patch, failed in zip(group, differ.tolist(), strict=True):
+        wrong = torch.stack([(patch.held() != patch.old).any() for patch in group])
+        for patch, failed in zip(group, wrong.tolist(), strict=True):
             if failed:
                 return patch.mismatch()
     return None
 
 
-def write_all(patches: Sequence[Patch], *, back: bool = False, helpers: Helpers | None = None) -> None:
-    """Write the new bits, or `back` the old ones, and return when all are there.
-
-    When this raises, nobody writes any more.
-    """
+def write_all(patches: Sequence[Patch], *, back: bool = False) -> None:
+    """Write the new bits, or `back` the old ones, and return when all are there."""
     # Inference mode, because tensors that were made in it can be written to in no other.
     with torch.inference_mode():
-        queued: dict[torch.device, _TorchPatch] = {}
         for patch in patches:
-            if isinstance(patch, _TorchPatch):
-                patch.write(back=back)
-                queued[patch.memory.device] = patch
-        _share_out(lambda patch: patch.write(back=back), patches, helpers)
+            patch.write(back=back)
         # A copy to the host comes after all that was queued before.
-        for last in queued.values():
+        queued = (patch for patch in patches if isinstance(patch, _TorchPatch))
+        for last in {patch.memory.device: patch for patch in queued}.values():
             last.new[:1].cpu()
-
-
-def _share_out(work: Callable[[_HostPatch], object], patches: Sequence[Patch], helpers: Helpers | None) -> None:
-    here = [patch for patch in patches if isinstance(patch, _HostPatch)]
-    share_out(work, here, helpers if sum(patch.positions.size for patch in here) >= _WORTH_HELP else None)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
