@@ -9,9 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from deltabus.codecs.kernels import compare
+
+may_strike_finalizers = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""Of a test whose interrupts may strike within a finalizer, or the garbage collector: there they are only told."""
 
 
 class Steps:
