@@ -61,6 +61,7 @@ class Fetcher:
                 if part is None:
                     return
                 yield part
+                del part  # not kept while the next one is waited for
 
         def stop() -> None:
             # On the loop, where `following` begins: either it sees this, or it is called off.
@@ -97,6 +98,7 @@ class Fetcher:
                 part = await coming[0]
                 coming.popleft()
                 yield part
+                del part
         finally:
             for task in coming:
                 task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from deltabus.bus.core import LogWriter
@@ -58,10 +59,12 @@ async def store_payload(writer: LogWriter, parts: Iterator[Part], *, name: str) 
         finally:
             slots.release()
 
+    # One thread for all parts, because each that made one would keep as much memory for the next.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="deltabus-part")
     try:
         while True:
             before = time.monotonic()
-            part = await asyncio.to_thread(next, parts, None)
+            part = await asyncio.get_running_loop().run_in_executor(thread, next, parts, None)
             encoding += time.monotonic() - before
             if part is None:
                 break
@@ -69,10 +72,13 @@ async def store_payload(writer: LogWriter, parts: Iterator[Part], *, name: str) 
                 encodings[encoding_name] = encodings.get(encoding_name, 0) + size
             await slots.acquire()
             uploads.append(asyncio.create_task(upload(part, len(uploads))))
+            del part  # not kept while the next one is encoded
         blobs = tuple(await asyncio.gather(*uploads))
     except BaseException:
         for task in uploads:
             task.cancel()
         await asyncio.gather(*uploads, return_exceptions=True)
         raise
+    finally:
+        thread.shutdown(wait=False)
     return Payload(blobs, encodings, encoding, time.monotonic() - started)

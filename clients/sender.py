@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from deltabus.bus.core import LogWriter
 from deltabus.bus.errors import (
@@ -26,10 +27,10 @@ from deltabus.bus.policy import AnchorPolicy, SinceAnchor
 from deltabus.bus.skips import SkipPolicy
 from deltabus.codecs.changes import Changes
 from deltabus.codecs.container import Part, encode_anchor, encode_delta
-from deltabus.codecs.digest import advanced, digest_delta, digest_of
+from deltabus.codecs.digest import advanced, digest_delta
 from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.schema import Schema
-from deltabus.codecs.shadow import Snapshot
+from deltabus.codecs.shadow import Scratch, Snapshot
 from deltabus.codecs.warming import warm_up
 
 from .events import Event, EventKind, Listener
@@ -341,10 +342,11 @@ class Sender:
         if view is None:
             yield from encode_delta(changes, encoding=self._encoding, pool=self._pool)
             return
+        scratch = Scratch()
         try:
             yield from encode_delta(
                 changes,
-                base=lambda index: view.read_before(index, changes.segments[index]),
+                base=lambda index: view.read_before(index, changes.segments[index], scratch),
                 encoding=self._encoding,
                 pool=self._pool,
             )
@@ -356,7 +358,7 @@ class Sender:
     async def _commit_anchor(
         self, draft: Draft, view: Snapshot, schema: Schema, *, version: int, expected: int | None = None
     ) -> tuple[Message, Payload]:
-        digest = await asyncio.to_thread(digest_of, schema, view.read, pool=self._pool)
+        digest = await asyncio.to_thread(view.digest, self._pool)
         if expected is not None and digest != expected:
             raise CodecError(
                 f"the publisher's copy of version {version} has digest {digest:016x}, its deltas lead to "
@@ -364,8 +366,9 @@ class Sender:
             )
         # Beside the upload. What fails here will fail again, and be told, where it is needed.
         self._pool.submit(warm_up, schema)
+        read = partial(view.read, scratch=Scratch())
         payload = await store_payload(
-            self._writer, encode_anchor(schema, view.read, pool=self._pool), name=f"{version:012d}-anchor"
+            self._writer, encode_anchor(schema, read, pool=self._pool), name=f"{version:012d}-anchor"
         )
         message = await self._writer.commit(
             kind=Kind.ANCHOR,

@@ -207,6 +207,7 @@ class Update:
         if not self._taken:
             self._taken = True
             self._verification.count(verified=self.verified)
+        self._writing = None  # what it holds is no longer needed
         self.seconds["apply"] = time.perf_counter() - started
         self._tell(self)
 
@@ -285,7 +286,10 @@ class Update:
     def _write(self, targets: Sequence[Target], held: VersionVector | None) -> None:
         """Write changes into a model that holds the state they start from, or is to be repaired."""
         pairs = list(zip(targets, self._staged.parts, strict=True))
-        changes = StagedChanges.joined(target.stage(part.changes) for target, part in pairs if part.changes is not None)
+        # What a way holds was taken by the subscriber's own copy before.
+        changes = StagedChanges.joined(
+            target.stage(part.changes, valid=True) for target, part in pairs if part.changes is not None
+        )
         whole = held is None or bool(self._due)
         try:
             self._check(targets, held, changes, whole=whole)

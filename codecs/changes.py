@@ -22,6 +22,7 @@ __all__ = [
     "Bits",
     "Changes",
     "Differing",
+    "Gathered",
     "SegmentChanges",
     "changes_between",
     "changes_in_segment",
@@ -148,10 +149,11 @@ def validate(changes: Changes) -> None:
             )
         if not positions.size or {positions.shape, change.old.shape, change.new.shape} != {(positions.size,)}:
             raise CorruptPayloadError(f"changes of segment {index} are empty or have arrays of different lengths")
-        if positions[-1] >= segment.size or not np.all(positions[1:] > positions[:-1]):
+        wrong = compare.first_malformed(positions, change.old, change.new, segment.size)
+        if wrong >= 0:
+            if change.old[wrong] == change.new[wrong]:
+                raise CorruptPayloadError(f"changes of segment {index} hold an element that does not change")
             raise CorruptPayloadError(f"positions in segment {index} do not increase strictly below {segment.size}")
-        if np.any(change.old == change.new):
-            raise CorruptPayloadError(f"changes of segment {index} hold an element that does not change")
 
 
 def reverse(changes: Changes) -> Changes:
@@ -223,28 +225,77 @@ def find_differing(old: Bits, new: Bits) -> Differing:
 
     Takes memory in proportion to the differences.
     """
-    filled = at = 0
-    found = _room(old, compare.CHUNK * LANES_BYTES // old.itemsize + old.size // 64)
-    if old.flags.aligned and new.flags.aligned:
-        work = compare.room()
-        while True:
-            at, filled = compare.find_differing(old, new, at, work, *found, filled)
-            if old.size - at < LANES_BYTES // old.itemsize:
-                break
-            found = Differing(*(np.concatenate(pair) for pair in zip(found, _room(old, found.old.size), strict=True)))
-    rest = np.flatnonzero(old[at:] != new[at:]).astype(np.uint32) + np.uint32(at)
-    last = (rest, old.take(rest), new.take(rest))
-    return Differing(*(np.concatenate((some[:filled], others)) for some, others in zip(found, last, strict=True)))
+    found = Gathered(old.dtype, old.size)
+    found.add(old, new)
+    return found.taken()
 
 
-def _room(like: Bits, count: int) -> Differing:
-    return Differing(np.empty(count, np.uint32), np.empty(count, like.dtype), np.empty(count, like.dtype))
+class Gathered:
+    """Where several pairs of arrays differ, one behind the other.
+
+    Args:
+        dtype: Of the arrays.
+        size: About how many elements they have together.
+    """
+
+    def __init__(self, dtype: np.dtype[np.unsignedinteger], size: int) -> None:
+        self._lanes = LANES_BYTES // dtype.itemsize
+        self._found = _room(dtype, compare.CHUNK * self._lanes + size // 64)
+        self._work = compare.room()
+
+    def add(self, old: Bits, new: Bits, origin: int = 0) -> None:
+        """Add where two contiguous arrays of equal length differ.
+
+        Args:
+            old: What was there.
+            new: What there is.
+            origin: The position of their first elements.
+        """
+        at = 0
+        if old.flags.aligned and new.flags.aligned:
+            while True:
+                at = compare.find_differing(old, new, at, origin, self._work, *self._found)
+                if old.size - at < self._lanes:
+                    break
+                self._grow(self._found.positions.size)
+        rest = np.flatnonzero(old[at:] != new[at:]).astype(np.uint32) + np.uint32(at)
+        if rest.size:
+            self.put(Differing(rest, old[rest], new[rest]), origin)
+
+    def put(self, found: Differing, origin: int = 0) -> None:
+        """Add what was found elsewhere, at positions that are counted from `origin` on."""
+        filled = int(self._work.filled[0])
+        end = filled + found.positions.size
+        self._grow(end - self._found.positions.size)
+        place = slice(filled, end)
+        np.add(found.positions, np.uint32(origin), out=self._found.positions[place])
+        self._found.old[place], self._found.new[place] = found.old, found.new
+        self._work.filled[0] = end
+
+    def taken(self) -> Differing:
+        """Return what was found, and give back the room that is left."""
+        self._found = Differing(*(each[: int(self._work.filled[0])].copy() for each in self._found))
+        return self._found
+
+    def changes(self) -> SegmentChanges | None:
+        """Return what was found as the changes of a segment; None when nothing differs."""
+        return SegmentChanges(*self.taken()) if self._work.filled[0] else None
+
+    def _grow(self, count: int) -> None:
+        if count > 0:
+            more = _room(self._found.old.dtype, count)
+            self._found = Differing(*(np.concatenate(pair) for pair in zip(self._found, more, strict=True)))
+
+
+def _room(dtype: np.dtype[np.unsignedinteger], count: int) -> Differing:
+    return Differing(np.empty(count, np.uint32), np.empty(count, dtype), np.empty(count, dtype))
 
 
 def changes_in_segment(old: Bits, new: Bits) -> SegmentChanges | None:
     """Return what differs between two states of a segment; None when nothing does."""
-    found = find_differing(old, new)
-    return SegmentChanges(*found) if found.positions.size else None
+    found = Gathered(old.dtype, old.size)
+    found.add(old, new)
+    return found.changes()
 
 
 def collected(

@@ -63,20 +63,20 @@ class Conditional:
         classed, count = Classes.of(segment.dtype), changes.positions.size
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
 
-        def counted(places: npt.NDArray[np.integer], bits: Bits) -> npt.NDArray[np.int64]:
+        def counted(places: npt.NDArray[np.integer], kinds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             """Return how many elements there are of each class in each stretch."""
             ends = np.searchsorted(places, np.arange(1, stretches + 1) * segment.size / stretches)
             stretch = np.repeat(np.arange(stretches), np.diff(ends, prepend=0))
-            cells = np.bincount(stretch * classes.CLASSES + classed(bits), minlength=stretches * classes.CLASSES)
+            cells = np.bincount(stretch * classes.CLASSES + kinds, minlength=stretches * classes.CLASSES)
             return cells.reshape(stretches, classes.CLASSES)
 
         places, old, new = (thin_out(each) for each in (changes.positions, changes.old, changes.new))
-        sample = sampled(base)
-        changed = counted(places, old) * (count / old.size)
+        sample, kinds = classed(sampled(base)), classed(old)
+        changed = counted(places, kinds) * (count / old.size)
         held = counted(np.arange(sample.size) * (segment.size // sample.size), sample) * (segment.size / sample.size)
         bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
         lengths = _bit_lengths(steps_between(old, new, segment.dtype.order).beyond)
-        pairs = np.bincount(lengths * classes.CLASSES + classed(old), minlength=65 * classes.CLASSES)
+        pairs = np.bincount(lengths * classes.CLASSES + kinds, minlength=65 * classes.CLASSES)
         magnitudes = _entropy(pairs.reshape(65, classes.CLASSES)) + float(np.maximum(lengths - 1, 0).sum())
         bits = _REDUNDANCY * (bits + magnitudes * (count / old.size)) + count
         return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.sum(axis=0)))

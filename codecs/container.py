@@ -7,6 +7,7 @@ CRC-32 of each segment's name and bytes stands in the metadata, and one of the m
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -267,6 +268,7 @@ def decode_delta(
     segments: dict[int, SegmentChanges] = {}
     for reader in _in_sequence(parts):
         segments |= reader.decode_changes(schema, base, pool=pool)
+        del reader  # or else the part stays while the next one is waited for
     return Changes(schema, segments)
 
 
@@ -297,6 +299,7 @@ def decode_anchor(
         for index, bits in reader.decode_states(schema, into=into, pool=pool):
             yield index, bits
             count += 1
+        del reader  # or else the part stays while the next one is waited for
     if count != len(schema.segments):
         raise CorruptPayloadError(
             f"the anchor holds {count} of {len(schema.segments)} segments; a part of it is missing, fetch it again"
@@ -318,6 +321,7 @@ def _in_sequence(parts: Iterable[Buffer]) -> Iterator[PartReader]:
                 )
             last = reader.segments[-1].index
         yield reader
+        del data, reader
 
 
 def _parts(kind: str, schema: Schema, encoded: Iterator[tuple[int, str, bytes]], part_bytes: int) -> Iterator[Part]:
@@ -333,7 +337,7 @@ def _filled(kind: str, schema: str, encoded: Iterator[tuple[int, str, bytes]], p
     for entry in encoded:
         if held and (size + len(entry[2]) > part_bytes or len(held) == MAX_SEGMENTS):
             yield _part(Header(kind=kind, schema=schema, part=number), held)
-            number, size, held = number + 1, 0, []
+            number, size = number + 1, 0
         held.append(entry)
         size += len(entry[2])
     if held or (kind == ANCHOR and not number):
@@ -341,6 +345,7 @@ def _filled(kind: str, schema: str, encoded: Iterator[tuple[int, str, bytes]], p
 
 
 def _part(header: Header, held: list[tuple[int, str, bytes]]) -> Part:
+    """Return the part that holds these segments; the list is empty then, as each is let go when it was copied."""
     encodings: dict[str, int] = {}
     for _, encoding, data in held:
         encodings[encoding] = encodings.get(encoding, 0) + len(data)
@@ -349,7 +354,13 @@ def _part(header: Header, held: list[tuple[int, str, bytes]]) -> Part:
     for index, encoding, data in held:
         stored.append(StoredSegment(index, encoding, len(data), start, _checksum(index, encoding, data)))
         start += len(data)
-    return Part(b"".join((header.build(stored), *(data for _, _, data in held))), encodings)
+    head = header.build(stored)
+    content = io.BytesIO(bytes(len(head) + start))
+    content.write(head)
+    held.reverse()
+    while held:
+        content.write(held.pop()[2])
+    return Part(content.getvalue(), encodings)
 
 
 def _checksum(index: int, encoding: str, data: Buffer) -> int:

@@ -39,7 +39,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _key(schema: Schema, piece: Piece, element: int) -> int:
-    return (schema.tensors[piece.tensor].seed + element * _GAMMA) & mix.MASK
+    return (schema.seeds[piece.tensor] + element * _GAMMA) & mix.MASK
 
 
 def digest_of(schema: Schema, read: Callable[[int], Held], pool: Executor | None = None) -> int:
@@ -61,8 +61,7 @@ def digest_delta(changes: Changes) -> int:
     for index, change in changes.segments.items():
         for piece, part in parts_of(schema.segments[index], change):
             origin = np.uint64(_key(schema, piece, piece.start - piece.offset))
-            total += int(mix.sum_at(change.positions[part], change.new[part], origin))
-            total -= int(mix.sum_at(change.positions[part], change.old[part], origin))
+            total += int(mix.sum_changed(change.positions[part], change.old[part], change.new[part], origin))
     return total & mix.MASK
 
 

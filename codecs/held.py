@@ -87,7 +87,7 @@ def scatter(held: Held, positions: npt.NDArray[np.uint32], values: Bits) -> None
     if isinstance(held, Tensor):
         on_device.scatter(held, positions, values)
     else:
-        compare.scatter(held, positions, values)
+        compare.scatter(held, positions, values, 0)
 
 
 def first_not_holding(held: Held, positions: npt.NDArray[np.uint32], expected: Bits) -> int:
@@ -98,7 +98,7 @@ def first_not_holding(held: Held, positions: npt.NDArray[np.uint32], expected: B
     """
     if isinstance(held, Tensor):
         return on_device.first_not_holding(held, positions, expected)
-    return int(compare.first_not_holding(held, positions, expected))
+    return int(compare.first_not_holding(held, positions, expected, 0))
 
 
 def differing(held: Held, live: Held) -> Differing:

@@ -48,16 +48,19 @@ class _HostPatch:
     offset: int
     tensor: Tensor
     run: Bits
-    places: npt.NDArray[np.uint32]
+    positions: npt.NDArray[np.uint32]
     old: Bits
     new: Bits
 
-    def mismatch(self, index: int) -> Mismatch:
-        place = int(self.places[index])
-        return Mismatch(self.segment, self.offset + place, int(self.run[place]), int(self.old[index]))
+    def mismatch(self) -> Mismatch | None:
+        index = compare.first_not_holding(self.run, self.positions, self.old, self.offset)
+        if index < 0:
+            return None
+        position = int(self.positions[index])
+        return Mismatch(self.segment, position, int(self.run[position - self.offset]), int(self.old[index]))
 
     def write(self, *, back: bool) -> None:
-        compare.scatter(self.run, self.places, self.old if back else self.new)
+        compare.scatter(self.run, self.positions, self.old if back else self.new, self.offset)
         # What autograd does by itself when torch writes: a backward pass that still needs the old values must notice.
         # Tensors that were made in inference mode have no counter.
         if not self.tensor.is_inference():
@@ -112,8 +115,7 @@ def patch_of(place: Place, segment: Segment, piece: Piece, change: SegmentChange
     tensor = place
     if device.type == "cpu" and tensor.is_contiguous():
         run: Bits = as_integers(tensor).view(-1)[piece.start : piece.stop].numpy().view(segment.dtype.bits)
-        places = positions - np.uint32(piece.offset)
-        old, new = (np.ascontiguousarray(bits[part]) for bits in (change.old, change.new))
+        places, old, new = (np.ascontiguousarray(each) for each in (positions, change.old[part], change.new[part]))
         return _HostPatch(segment.index, piece.offset, tensor, run, places, old, new)
     elements = as_tensor(positions, device).to(torch.int64) + (piece.start - piece.offset)
     before, after = (as_tensor(bits[part], device) for bits in (change.old, change.new))
@@ -126,9 +128,9 @@ def first_mismatch(patches: Iterable[Patch]) -> Mismatch | None:
     by_device: dict[torch.device, list[_TorchPatch]] = {}
     for patch in patches:
         if isinstance(patch, _HostPatch):
-            index = compare.first_not_holding(patch.run, patch.places, patch.old)
-            if index >= 0:
-                return patch.mismatch(index)
+            found = patch.mismatch()
+            if found is not None:
+                return found
         else:
             by_device.setdefault(patch.memory.device, []).append(patch)
     for group in by_device.values():

@@ -83,7 +83,7 @@ def _pack_flat(values: Bytes) -> bytes:
         frame = _compressor().compress(values.data)
         if len(frame) + 4 < values.size:
             return bytes((_ZSTD,)) + len(frame).to_bytes(4, "little") + frame
-    return bytes((_RAW,)) + values.tobytes()
+    return b"".join((bytes((_RAW,)), values.data))
 
 
 def pack_plane(values: Bytes) -> bytes:

@@ -221,6 +221,11 @@ class Schema(Struct, frozen=True, kw_only=True, dict=True):
         return sum(tensor.size for tensor in self.tensors)
 
     @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each tensor; see `TensorSpec.seed`."""
+        return tuple(tensor.seed for tensor in self.tensors)
+
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes of all tensors, uncompressed."""
         return sum(tensor.size * dtypes.by_name(tensor.dtype).size for tensor in self.tensors)

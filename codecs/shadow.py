@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -19,13 +20,13 @@ from deltabus.bus.errors import CorruptPayloadError, StorageFullError, UsageErro
 
 from . import dtypes, on_device
 from .ahead import in_order
-from .changes import Bits, Changes, SegmentChanges, check_same_schema, collected, diverged, validate
+from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
 from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take
 from .schema import Schema
 from .state import State
 
-__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
+__all__ = ["Allocate", "Scratch", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
 
 _AHEAD = 64
 
@@ -181,6 +182,25 @@ class Shadow:
             self._snapshots.discard(snapshot)
 
 
+class Scratch:
+    """Host memory for one segment in each thread that uses it, so that not each copy takes fresh memory.
+
+    That is cleared by the system, page by page, which takes as long as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def copy(self, bits: Bits) -> Bits:
+        """Return a copy that is good until the calling thread makes another one."""
+        room: Bits | None = getattr(self._of_thread, "room", None)
+        if room is None or room.nbytes < bits.nbytes:
+            room = self._of_thread.room = np.empty(bits.nbytes, np.uint8)
+        place: Bits = room[: bits.nbytes].view(bits.dtype)
+        place[:] = bits
+        return place
+
+
 class Snapshot:
     """A shadow's state as it was when the snapshot was taken.
 
@@ -222,15 +242,19 @@ class Snapshot:
             self._shadow._snapshots.add(other)
             return other
 
-    def read(self, index: int) -> Held:
+    def read(self, index: int, scratch: Scratch | None = None) -> Held:
         """Return the bits of a segment as they were; not to be written to.
+
+        Args:
+            index: Which segment.
+            scratch: Given, the bits may lie there, until this thread reads into it again.
 
         Raises:
             UsageError: If the snapshot was released.
         """
         with self._shadow._locks[index]:
             kept = self._kept.get(index)
-            bits = copied(self._shadow._bits[index]) if kept is None else kept
+            bits = _copied(self._shadow._bits[index], scratch) if kept is None else kept
             later = tuple(self._later.get(index, ()))
             # Looked at last: until here the snapshot was told of every change, if it is not released even now.
             if self._released:
@@ -238,21 +262,26 @@ class Snapshot:
         _undo(bits, later)
         return bits
 
-    def read_before(self, index: int, change: SegmentChanges) -> Held:
+    def read_before(self, index: int, change: SegmentChanges, scratch: Scratch | None = None) -> Held:
         """Return a copy of the bits of a segment as they were before the change that led to this state.
+
+        Args:
+            index: Which segment.
+            change: What led to this state.
+            scratch: Given, the bits may lie there, until this thread reads into it again.
 
         Raises:
             UsageError: If the snapshot was released.
         """
-        bits = self.read(index)
+        bits = self.read(index, scratch)
         if bits is self._kept.get(index):
-            bits = copied(bits)
+            bits = _copied(bits, scratch)
         _undo(bits, (change,))
         return bits
 
     def digest(self, pool: Executor | None = None) -> int:
         """Return the digest of the state as it was."""
-        return digest_of(self.schema, self.read, pool=pool)
+        return digest_of(self.schema, partial(self.read, scratch=Scratch()), pool=pool)
 
     def release(self) -> None:
         """Give back what was kept; may be called again."""
@@ -276,6 +305,10 @@ class Snapshot:
             bits = copied(self._shadow._bits[index])
             _undo(bits, tuple(self._later.pop(index, ())))
             self._kept[index] = bits
+
+
+def _copied(bits: Held, scratch: Scratch | None) -> Held:
+    return copied(bits) if scratch is None or isinstance(bits, Tensor) else scratch.copy(bits)
 
 
 def _undo(bits: Held, later: tuple[SegmentChanges, ...]) -> None:
@@ -305,19 +338,16 @@ def capture(
     schema = shadow.schema
 
     def compared(index: int) -> SegmentChanges | None:
-        held = shadow.read(index)
-        positions, old, new = [], [], []
-        for piece in schema.segments[index].pieces:
+        segment, held = schema.segments[index], shadow.read(index)
+        found = Gathered(segment.dtype.bits, segment.size)
+        for piece in segment.pieces:
             if piece.tensor in skip:
                 continue
-            live = state.piece_on(held.device, piece) if isinstance(held, Tensor) else state.piece(piece)
-            found = differing(held[piece.offset : piece.offset + piece.stop - piece.start], live)
-            if found.positions.size:
-                positions.append(found.positions + np.uint32(piece.offset))
-                old.append(found.old)
-                new.append(found.new)
-        if not positions:
-            return None
-        return SegmentChanges(np.concatenate(positions), np.concatenate(old), np.concatenate(new))
+            run = held[piece.offset : piece.offset + piece.stop - piece.start]
+            if isinstance(run, Tensor):
+                found.put(differing(run, state.piece_on(run.device, piece)), piece.offset)
+            else:
+                found.add(run, state.piece(piece), piece.offset)
+        return found.changes()
 
     return collected(schema, compared, pool=pool)

@@ -10,7 +10,16 @@ import numpy.typing as npt
 from . import kernel, loop
 from .words import LANES_BYTES, apart, trailing_zeros
 
-__all__ = ["CHUNK", "Room", "find_differing", "first_not_holding", "merge", "room", "scatter"]
+__all__ = [
+    "CHUNK",
+    "Room",
+    "find_differing",
+    "first_malformed",
+    "first_not_holding",
+    "merge",
+    "room",
+    "scatter",
+]
 
 _Bits = npt.NDArray[np.unsignedinteger]
 _U32 = npt.NDArray[np.uint32]
@@ -23,32 +32,35 @@ _0, _1 = np.uint64(0), np.uint64(1)  # typed, because a Python int beside an uns
 
 
 class Room(NamedTuple):
-    """What one call of `find_differing` works in.
+    """What calls of `find_differing` work in.
 
     Attributes:
         blocks: Those in which something differs.
         lanes: And which of their elements.
+        filled: How many places were found so far: one number.
     """
 
     blocks: _U32
     lanes: _U64
+    filled: npt.NDArray[np.int64]
 
 
 def room() -> Room:
-    """Return room for one call of a loop."""
-    return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64))
+    """Return room for calls that find places one behind the other."""
+    return Room(np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.uint64), np.zeros(1, np.int64))
 
 
 @loop
 def find_differing(  # noqa: PLR0917 - compiled functions take their arguments by place
-    old: _Bits, new: _Bits, start: int, work: Room, positions: _U32, before: _Bits, after: _Bits, filled: int
-) -> tuple[int, int]:
+    old: _Bits, new: _Bits, start: int, origin: int, work: Room, positions: _U32, before: _Bits, after: _Bits
+) -> int:
     """Append where two arrays differ from `start` on, and what they hold there, to the last three arrays.
 
-    Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when the room may not suffice. Returns
-    where it stopped, and how many places are filled.
+    Places are counted from `origin` on. Takes whole blocks of `LANES_BYTES`, as many as there are, but stops early when
+    the room may not suffice. Returns where it stopped.
     """
     lanes = LANES_BYTES // old.itemsize
+    filled = int(work.filled[0])
     while old.size - start >= lanes:
         blocks = min(CHUNK, (old.size - start) // lanes)
         if filled + blocks * lanes > positions.size:
@@ -64,26 +76,44 @@ def find_differing(  # noqa: PLR0917 - compiled functions take their arguments b
             while differ:
                 at = first + int(np.int64(trailing_zeros(differ)))
                 differ &= differ - _1
-                positions[filled], before[filled], after[filled] = at, old[at], new[at]
+                positions[filled], before[filled], after[filled] = origin + at, old[at], new[at]
                 filled += 1
         start += blocks * lanes
-    return start, filled
+    work.filled[0] = filled
+    return start
 
 
 @kernel
-def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits) -> int:
-    """Return the first `k` with `bits[positions[k]] != expected[k]`, or -1."""
+def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits, origin: int) -> int:
+    """Return the first `k` with `bits[positions[k] - origin] != expected[k]`, or -1."""
+    first = np.uint64(origin)
     for k in range(positions.size):
-        if bits[positions[k]] != expected[k]:
+        if bits[np.uint64(positions[k]) - first] != expected[k]:
             return k
     return -1
 
 
 @kernel
-def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits) -> None:
-    """Set `bits[positions[k]] = values[k]` for all `k`."""
+def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits, origin: int) -> None:
+    """Set `bits[positions[k] - origin] = values[k]` for all `k`."""
+    first = np.uint64(origin)
     for k in range(positions.size):
-        bits[positions[k]] = values[k]
+        bits[np.uint64(positions[k]) - first] = values[k]
+
+
+@kernel
+def first_malformed(positions: npt.NDArray[np.uint32], old: _Bits, new: _Bits, size: int) -> int:
+    """Return the first `k` whose position is not above the one before, or not below `size`, or that does not change.
+
+    Or -1 when there is none.
+    """
+    expected = np.int64(0)
+    for k in range(positions.size):
+        position = np.int64(positions[k])
+        if position < expected or position >= size or old[k] == new[k]:
+            return k
+        expected = position + 1
+    return -1
 
 
 @kernel

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from . import kernel
 
-__all__ = ["MASK", "mix", "sum_at", "sum_run"]
+__all__ = ["MASK", "mix", "sum_changed", "sum_run"]
 
 _Bits = npt.NDArray[np.unsignedinteger]
 
@@ -42,9 +42,10 @@ def sum_run(bits: _Bits, key: np.uint64) -> np.uint64:
 
 
 @kernel
-def sum_at(positions: npt.NDArray[np.uint32], bits: _Bits, origin: np.uint64) -> np.uint64:
-    """Return the sum of the terms of elements at these positions, where position 0 has the key `origin`."""
+def sum_changed(positions: npt.NDArray[np.uint32], old: _Bits, new: _Bits, origin: np.uint64) -> np.uint64:
+    """Return the terms of new bits at these positions less those of the old ones; position 0 has the key `origin`."""
     total = np.uint64(0)
     for k in range(positions.size):
-        total += mix(origin + np.uint64(positions[k]) * _GAMMA, np.uint64(bits[k]))
+        key = origin + np.uint64(positions[k]) * _GAMMA
+        total += mix(key, np.uint64(new[k])) - mix(key, np.uint64(old[k]))
     return total

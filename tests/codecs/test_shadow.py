@@ -18,7 +18,7 @@ from deltabus.bus.errors import (
 from deltabus.codecs.changes import Changes, SegmentChanges, changes_between, reverse
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.kernels import compare
-from deltabus.codecs.shadow import Shadow, capture
+from deltabus.codecs.shadow import Scratch, Shadow, capture
 from deltabus.codecs.state import as_integers, collect
 
 
@@ -155,9 +155,9 @@ def test_an_interrupted_advance_is_taken_back(monkeypatch):
     shadow = bytes_shadow()
     real, calls = compare.scatter, []
 
-    def scatter(bits, positions, values):
+    def scatter(*arguments):
         calls.append(1)
-        real(bits, positions, values)
+        real(*arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
 
@@ -168,6 +168,31 @@ def test_an_interrupted_advance_is_taken_back(monkeypatch):
     assert copy_of(shadow) == copy_of(snapshot) == [[0] * 4] * 2
     shadow.advance(Changes(shadow.schema, {0: one(1, 0, 3)}))
     assert copy_of(snapshot) == [[0] * 4] * 2
+
+
+@given(st.data())
+def test_scratch_holds_one_copy_after_the_other(data):
+    scratch = Scratch()
+    for size in data.draw(st.lists(st.integers(0, 40), max_size=6)):
+        kind = data.draw(st.sampled_from([np.uint8, np.uint16, np.uint64]))
+        bits = np.arange(size).astype(kind)
+        copy = scratch.copy(bits)
+        assert copy.dtype == bits.dtype and copy.tolist() == bits.tolist()
+        assert not np.shares_memory(copy, bits)
+
+
+def test_a_snapshot_is_read_into_scratch():
+    shadow, scratch = bytes_shadow(64, 64), Scratch()
+    first, second = one(5, 0, 7), one(6, 0, 9)
+    shadow.advance(Changes(shadow.schema, {0: first}))
+    with shadow.snapshot() as snapshot:
+        shadow.advance(Changes(shadow.schema, {0: second}))
+        assert snapshot.read(0, scratch).tolist() == [0] * 5 + [7] + [0] * 58
+        assert snapshot.read_before(0, first, scratch).tolist() == [0] * 64
+        assert shadow.read(0)[5:7].tolist() == [7, 9]
+        snapshot._keep(0)
+        assert snapshot.read_before(0, first, scratch).tolist() == [0] * 64
+        assert snapshot.read(0, scratch).tolist() == [0] * 5 + [7] + [0] * 58
 
 
 def test_load_replaces_a_segment_and_checks_it():

@@ -12,13 +12,14 @@ from deltabus.codecs.warming import _compile, warm_up
 
 LOOPS = [
     compare.find_differing,
+    compare.first_malformed,
     compare.first_not_holding,
     compare.scatter,
     classes.count_between,
     classes.find_counted,
     adaptive.write_changes,
     adaptive.read_changes,
-    mix.sum_at,
+    mix.sum_changed,
 ]
 
 
