@@ -18,14 +18,15 @@ from .changes import Bits, SegmentChanges
 from .dtypes import DType, Order
 from .held import Held, first_not_holding, sampled
 from .kernels import classes
+from .kernels.columns import NO_COLUMN, SINGLE_COLUMN, Columns
 from .schema import Segment
 
 __all__ = ["Classes", "Ranks", "places_of", "ranks_of"]
 
 _MOST_CLASS_BITS = 8
 
-_COVERED = 1 - 2.0**-11
-"""The share of elements in classes that are counted together; a column more costs as much as a few elements in 1000."""
+_RARE = 2.0**-11
+"""The share of elements up to which a class needs no column: it costs as much as looking at so many elements."""
 
 
 class Classes(NamedTuple):
@@ -87,7 +88,7 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
         return Ranks(*on_device.count_between(base, positions, int(classed.shift), int(classed.mask)))
     counts, order, gaps = np.zeros(classed.number, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32)
     columns = _columns(classed, base)
-    wrong = classes.count_between(base, positions, old, *classed, *columns, counts, order, gaps, classes.room())
+    wrong = classes.count_between(base, positions, old, columns, counts, order, gaps, classes.room())
     _check(segment, positions, wrong)
     return Ranks(counts, order, gaps)
 
@@ -111,9 +112,9 @@ def places_of(
     classed = Classes.of(segment.dtype)
     if isinstance(base, Tensor):
         return on_device.find_counted(base, counts, gaps, int(classed.shift), int(classed.mask))
-    positions, order = np.empty(gaps.size, np.uint32), np.empty(gaps.size, np.uint32)
+    positions, order, old = (np.empty(gaps.size, kind) for kind in (np.uint32, np.uint32, base.dtype))
     columns = _columns(classed, base)
-    found = classes.find_counted(base, *classed, *columns, counts, gaps, positions, order, classes.room())
+    found = classes.find_counted(base, columns, counts, gaps, positions, order, old, classes.room())
     return positions[:found], order[:found]
 
 
@@ -125,13 +126,37 @@ def _check(segment: Segment, positions: npt.NDArray[np.uint32], wrong: int) -> N
         )
 
 
-def _columns(classed: Classes, base: Bits) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return the most frequent classes, and the column of each class; how they are chosen alters no result."""
+def _columns(classed: Classes, base: Bits) -> Columns:
+    """Return columns for frequent classes; how they are chosen alters no result.
+
+    A run of exponents, as trained weights have them, and one beside it: many weights may be zero.
+    """
     frequency = np.bincount(classed(sampled(base)), minlength=classes.CLASSES)
-    by_frequency = np.argsort(-frequency, kind="stable")
-    covered = np.cumsum(frequency[by_frequency])
-    needed = int(np.searchsorted(covered, covered[-1] * _COVERED)) + 1
-    columns = by_frequency[: min(needed, classes.COLUMNS)].astype(np.uint8)
-    column_of = np.full(classes.CLASSES, classes.NO_COLUMN, np.uint8)
-    column_of[columns] = np.arange(columns.size)
-    return columns, column_of
+    choices = (_run_and_single(frequency, int(leave)) for leave in (-1, np.argmax(frequency)))
+    _, first, width, single = max(choices)
+    of = np.full(classes.CLASSES, NO_COLUMN, np.uint8)
+    of[first : first + width] = np.arange(width)
+    of[single] = SINGLE_COLUMN
+    return Columns(*classed, np.uint8(first), np.uint8(width), np.uint8(single), of)
+
+
+def _run_and_single(frequency: npt.NDArray[np.int64], leave: int) -> tuple[int, int, int, int]:
+    """Return the run of classes with most elements of all but one, and the most frequent class outside of it.
+
+    Returns how many elements these have, the run's first class, its width, and the class outside.
+    """
+    rest = frequency.copy()
+    if leave >= 0:
+        rest[leave] = 0
+    sums = np.concatenate(([0], np.cumsum(rest)))
+    first = int(np.argmax(sums[SINGLE_COLUMN:] - sums[:-SINGLE_COLUMN]))
+    last = first + SINGLE_COLUMN
+    few = rest.sum() * _RARE
+    while last - first > 1 and sums[first + 1] - sums[first] <= few:
+        first += 1
+    while last - first > 1 and sums[last] - sums[last - 1] <= few:
+        last -= 1
+    outside = frequency.copy()
+    outside[first:last] = -1
+    single = int(np.argmax(outside))
+    return int(frequency[first:last].sum() + outside[single]), first, last - first, single

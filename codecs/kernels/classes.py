@@ -1,9 +1,13 @@
 """Loops that count the elements of each class between changes; `deltabus.codecs.conditional` says what a class is.
 
 The class of an element is `bits >> shift & mask`, below `CLASSES`. To look at every element by itself takes too long.
-So the segment is taken in tiles, whose elements' classes are written out as bytes, and the bytes in blocks of 64, which
-vector instructions compare with one class at a time: the answer is a word whose ones are counted. That is done for the
-classes that are frequent, each of which has a *column*; elements of the `others` are few and looked at one by one.
+So the frequent classes have a **column** each, one of 15, and a segment is taken in tiles of 64 words, a bit of which
+stands for an element. Vector instructions write an element's column as a bit in each of four words. Which elements of
+a word are of a column, one `and` tells, once the four are put together by twos; and their ones are counted, eight words
+at a time. Elements without a column are few and looked at one by one.
+
+Words lie in eight rows. Those that follow each other stand one below the other, so that vectors that go through the
+rows count in eight places of the tile at once.
 """
 
 from __future__ import annotations
@@ -14,39 +18,36 @@ import numpy as np
 import numpy.typing as npt
 
 from . import inlined, loop
-from .words import matching, ones, trailing_zeros
+from .columns import NO_COLUMN, PLANES, SINGLE_COLUMN, Columns, count_both, write_planes
+from .words import ones, trailing_zeros
 
-__all__ = ["CLASSES", "COLUMNS", "NO_COLUMN", "Room", "count_between", "find_counted", "room"]
+__all__ = ["CLASSES", "Room", "count_between", "find_counted", "room"]
 
 CLASSES = 256
 """At most so many classes."""
 
-COLUMNS = 16
-"""At most so many frequent classes."""
-
-NO_COLUMN = 255
-"""What stands for a class without a column."""
-
 _TILE = 4096
-_BLOCK = 64
-_BLOCKS = _TILE // _BLOCK
+_ROWS = 8
+_WORDS = 64
 _TABLES = 4
 
-_NEVER = np.uint32((1 << 32) - 1)
+# Where words lie that belong together: the bits of columns; the four ways to set the lower two of these bits, and the
+# upper two; and which elements have no column.
+_BITS, _LOWER, _UPPER, _OTHERS = (part * _WORDS for part in (0, PLANES, PLANES + 4, PLANES + 8))
+_PARTS = PLANES + 9
 
-# Typed constants: a Python int beside an unsigned number would turn an expression into floating-point arithmetic.
-_ONE = np.uint32(1)
-_1, _2, _4, _8 = (np.uint64(n) for n in (1, 2, 4, 8))
-_ALL = np.uint64((1 << 64) - 1)
-_IN_BLOCK = np.uint64(_BLOCK - 1)
+# Typed constants: a Python int beside an unsigned number would turn an expression into floating-point arithmetic. And
+# places are unsigned, because others could count from the end, which is looked at each time.
+_0, _1, _2, _3, _4, _5, _6, _7, _8, _9 = (np.uint64(n) for n in range(10))
+_16, _32 = np.uint64(16), np.uint64(32)
+_FROM_LOWER, _FROM_UPPER, _FROM_OTHERS = (np.uint64(place) for place in (_LOWER, _UPPER, _OTHERS))
+_IN_TILE, _LAST_BIT, _ALL_WORDS = np.uint64(_TILE), np.uint64(63), np.uint64(_WORDS)
+_WITHOUT = np.uint64(NO_COLUMN)
+_NEVER = np.uint64((1 << 64) - 1)
 _BYTE = np.uint64(0xFF)
 _EACH_BYTE = np.uint64(0x0101010101010101)
 _TOPS = np.uint64(0x8080808080808080)
 _PAIRS, _FOURS, _EIGHTS = (np.uint64(n) for n in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
-
-# The known types of floats: with numbers that it knows, the compiler makes vectors of narrow elements.
-_BF16, _F16, _F32, _F64, _E4M3, _E5M2 = (np.uint64(shift) for shift in (7, 10, 23, 55, 3, 2))
-_8_BITS, _5_BITS, _4_BITS = (np.uint64((1 << bits) - 1) for bits in (8, 5, 4))
 
 _NTH = np.zeros((8, 256), np.uint8)
 """The place of a byte's n-th bit that is one."""
@@ -66,154 +67,173 @@ class Room(NamedTuple):
     """What one call of a loop works in; all zero at first.
 
     Attributes:
-        classes: Of the elements of a tile.
-        before: For each column, how many elements of its class stand before each block of the tile.
-        totals: For each column, how many stand in the tile.
-        others: For each block, which elements have no column.
-        found: For each block, which elements are found.
-        found_before: For each block, how many are found before it in the tile.
+        words: Of a tile, part by part.
+        above: For each column and word, how many of the column stand above it.
+        before: For each column and place in the rows, how many elements stand before that in the segment.
+        found: For each word, which elements are found.
+        found_before: For each word, how many are found before it in the tile.
         places: Of what is found in the tile, in no order.
         numbers: And the number of each.
         tables: Some tables by class or column.
     """
 
-    classes: _U8
-    before: _U16
-    totals: _U16
-    others: _U64
+    words: _U64
+    above: _U16
+    before: _U64
     found: _U64
     found_before: _U32
     places: _U32
     numbers: _U32
-    tables: _U32
+    tables: _U64
 
 
 def room() -> Room:
     """Return room for one call of a loop."""
     return Room(
-        np.zeros(_TILE, np.uint8),
-        np.zeros((COLUMNS, _BLOCKS), np.uint16),
-        np.zeros(COLUMNS, np.uint16),
-        np.zeros(_BLOCKS, np.uint64),
-        np.zeros(_BLOCKS, np.uint64),
-        np.zeros(_BLOCKS, np.uint32),
+        np.zeros(_PARTS * _WORDS, np.uint64),
+        np.zeros(NO_COLUMN * _WORDS, np.uint16),
+        np.zeros(NO_COLUMN * _ROWS, np.uint64),
+        np.zeros(_WORDS, np.uint64),
+        np.zeros(_WORDS, np.uint32),
         np.zeros(_TILE, np.uint32),
         np.zeros(_TILE, np.uint32),
-        np.zeros((_TABLES, CLASSES), np.uint32),
+        np.zeros((_TABLES, CLASSES), np.uint64),
     )
 
 
 @inlined
-def _write_classes(bits: _Bits, shift: np.uint64, mask: np.uint64, classes: _U8) -> None:
-    for i in range(bits.size):
-        classes[i] = np.uint8((np.uint64(bits[i]) >> shift) & mask)
+def _in_rows(word: np.uint64) -> np.uint64:
+    """Return where a word of the tile lies."""
+    return ((word & _7) << _3) + (word >> _3)
 
 
 @loop
-def _classify(bits: _Bits, shift: np.uint64, mask: np.uint64, classes: _U8) -> None:
-    """Write the class of each element of a tile; behind them 0."""
-    if shift == _BF16 and mask == _8_BITS:
-        _write_classes(bits, _BF16, _8_BITS, classes)
-    elif shift == _F32 and mask == _8_BITS:
-        _write_classes(bits, _F32, _8_BITS, classes)
-    elif shift == _F16 and mask == _5_BITS:
-        _write_classes(bits, _F16, _5_BITS, classes)
-    elif shift == _F64 and mask == _8_BITS:
-        _write_classes(bits, _F64, _8_BITS, classes)
-    elif shift == _E4M3 and mask == _4_BITS:
-        _write_classes(bits, _E4M3, _4_BITS, classes)
-    elif shift == _E5M2 and mask == _5_BITS:
-        _write_classes(bits, _E5M2, _5_BITS, classes)
-    else:
-        _write_classes(bits, shift, mask, classes)
-    for i in range(bits.size, _TILE):
-        classes[i] = 0
+def _write_last(bits: _Bits, start: np.uint64, word: np.uint64, columns: Columns, words: _U64) -> None:
+    """Write the columns of the last elements, too few for a word; those that are missing are of column 0."""
+    place = _in_rows(word)
+    for plane in range(PLANES):
+        words[np.uint64(plane * _WORDS) + place] = _0
+    for i in range(bits.size - np.int64(start)):
+        column = np.uint64(columns.of[_class_of(bits[start + np.uint64(i)], columns)])
+        for plane in range(PLANES):
+            words[np.uint64(plane * _WORDS) + place] |= ((column >> np.uint64(plane)) & _1) << np.uint64(i)
 
 
 @loop
-def _tally(classes: _U8, columns: _U8, before: _U16, totals: _U16, others: _U64) -> None:
-    """Count the classes that have columns, up to each block of a tile and in all, and mark elements of the others."""
-    for block in range(_BLOCKS):
-        others[block] = _ALL
-    for column in range(columns.size):
-        its = columns[column]
-        row = before[column]
-        total = np.uint64(0)
-        for block in range(_BLOCKS):
-            matches = matching(classes, block * _BLOCK, its)
-            others[block] &= ~matches
-            row[block] = np.uint16(total)
-            total += ones(matches)
-        totals[column] = np.uint16(total)
+def _tally(bits: _Bits, start: np.uint64, columns: Columns, work: Room, passed: _U64) -> None:
+    """Count the elements of each column up to the words of a tile, and add what the tile holds to `passed`."""
+    words, above, before = work.words, work.above, work.before
+    whole = np.uint64(min(_TILE, bits.size - np.int64(start)) >> 6)
+    word = _0
+    while word < whole:
+        write_planes(bits, start + (word << _6), columns, words, _in_rows(word))
+        word += _1
+    if word < _ALL_WORDS:
+        _write_last(bits, start + (word << _6), word, columns, words)
+        word += _1
+    while word < _ALL_WORDS:
+        for plane in range(PLANES):
+            words[np.uint64(plane * _WORDS) + _in_rows(word)] = _0
+        word += _1
+    for at in range(_WORDS):
+        a, b = words[_BITS + at], words[_BITS + _WORDS + at]
+        c, d = words[_BITS + 2 * _WORDS + at], words[_BITS + 3 * _WORDS + at]
+        words[_LOWER + at], words[_LOWER + _WORDS + at] = ~(a | b), a & ~b
+        words[_LOWER + 2 * _WORDS + at], words[_LOWER + 3 * _WORDS + at] = b & ~a, a & b
+        words[_UPPER + at], words[_UPPER + _WORDS + at] = ~(c | d), c & ~d
+        words[_UPPER + 2 * _WORDS + at], words[_UPPER + 3 * _WORDS + at] = d & ~c, c & d
+        words[_OTHERS + at] = a & b & c & d
+    for number in range(NO_COLUMN):
+        if number >= np.int64(columns.width) and number != SINGLE_COLUMN:
+            continue
+        column = np.uint64(number)
+        lanes = column << _3
+        count_both(words, _lower(column), _upper(column), above, column << _6, before, lanes)
+        total = passed[column]
+        for _ in range(_ROWS):
+            here = before[lanes]
+            before[lanes] = total
+            total += here
+            lanes += _1
+        passed[column] = total
+
+
+@inlined
+def _lower(column: np.uint64) -> np.uint64:
+    """Return where the words begin that tell the elements whose column has the same lower bits."""
+    return _FROM_LOWER + ((column & _3) << _6)
+
+
+@inlined
+def _upper(column: np.uint64) -> np.uint64:
+    """Return where the words begin that tell the elements whose column has the same upper bits."""
+    return _FROM_UPPER + ((column >> _2) << _6)
+
+
+@inlined
+def _class_of(bits: np.unsignedinteger, columns: Columns) -> np.uint64:
+    its: np.uint64 = (np.uint64(bits) >> columns.shift) & columns.mask
+    return its
 
 
 @loop
 def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by place
-    bits: _Bits,
-    positions: _U32,
-    old: _Bits,
-    shift: np.uint64,
-    mask: np.uint64,
-    columns: _U8,
-    column_of: _U8,
-    counts: _Counts,
-    order: _U32,
-    gaps: _U32,
-    work: Room,
+    bits: _Bits, positions: _U32, old: _Bits, columns: Columns, counts: _Counts, order: _U32, gaps: _U32, work: Room
 ) -> int:
     """Sort changed places by class, and count the elements of its class that lie between each and the one before.
 
     Adds the changes of each class to `counts`; fills in the number of each change in the order of positions, class by
     class, and the gaps in the same order. Returns -1, or the number of a change that does not find its old bits.
     """
-    classes, before, totals, others, tables = work.classes, work.before, work.totals, work.others, work.tables
+    words, above, before, tables = work.words, work.above, work.before, work.tables
     passed, passed_others, after, slots = tables[0], tables[1], tables[2], tables[3]
     for k in range(positions.size):
-        counts[(np.uint64(old[k]) >> shift) & mask] += 1
+        counts[_class_of(old[k], columns)] += 1
     for c in range(1, counts.size):
-        slots[c] = slots[c - 1] + np.uint32(counts[c - 1])
-    k = start = 0
-    while k < positions.size:
-        stop = min(start + _TILE, bits.size)
-        _classify(bits[start:stop], shift, mask, classes)
-        _tally(classes, columns, before, totals, others)
-        left = 0
-        while k < positions.size and np.int64(positions[k]) < stop:
-            at = int(np.int64(positions[k]))
+        slots[c] = slots[c - 1] + np.uint64(counts[c - 1])
+    k, number, start = _0, np.uint64(positions.size), _0
+    while k < number:
+        stop = start + _IN_TILE
+        _tally(bits, start, columns, work, passed)
+        left, rest = _0, words[_OTHERS]
+        while k < number and np.uint64(positions[k]) < stop:
+            at, its = np.uint64(positions[k]), _class_of(old[k], columns)
             if bits[at] != old[k]:
-                return k
+                return np.int64(k)
             at -= start
-            its = classes[at]
-            column, block = column_of[its], at >> 6
-            if column != NO_COLUMN:
-                below = (_1 << (np.uint64(at) & _IN_BLOCK)) - _1
-                rank = passed[column] + np.uint32(before[column, block])
-                rank += np.uint32(ones(matching(classes, block * _BLOCK, its) & below))
+            column = np.uint64(columns.of[its])
+            if column != _WITHOUT:
+                place = _in_rows(at >> _6)
+                members = words[_lower(column) + place] & words[_upper(column) + place]
+                rank = before[(column << _3) + (at >> _9)] + np.uint64(above[(column << _6) + place])
+                rank += ones(members & ((_1 << (at & _LAST_BIT)) - _1))
             else:
                 while True:
-                    rest = others[left]
                     if not rest:
-                        left += 1
+                        left += _1
+                        rest = words[_FROM_OTHERS + _in_rows(left)]
                         continue
-                    other = left * _BLOCK + int(np.int64(trailing_zeros(rest)))
+                    other = (left << _6) + trailing_zeros(rest)
                     if other >= at:
                         break
-                    others[left] = rest & (rest - _1)
-                    passed_others[classes[other]] += _ONE
+                    rest &= rest - _1
+                    passed_others[_class_of(bits[start + other], columns)] += _1
                 rank = passed_others[its]
             slot = slots[its]
-            slots[its] = slot + _ONE
-            gaps[slot] = rank - after[its]
-            order[slot] = k
-            after[its] = rank + _ONE
-            k += 1
-        for column in range(columns.size):
-            passed[column] += np.uint32(totals[column])
-        for block in range(left, _BLOCKS):
-            rest = others[block]
+            slots[its] = slot + _1
+            gaps[slot] = np.uint32(rank - after[its])
+            order[slot] = np.uint32(k)
+            after[its] = rank + _1
+            k += _1
+        while True:
             while rest:
-                passed_others[classes[block * _BLOCK + int(np.int64(trailing_zeros(rest)))]] += _ONE
+                other = start + (left << _6) + trailing_zeros(rest)
                 rest &= rest - _1
+                passed_others[_class_of(bits[other], columns)] += _1
+            left += _1
+            if left == _ALL_WORDS:
+                break
+            rest = words[_FROM_OTHERS + _in_rows(left)]
         start = stop
     return -1
 
@@ -230,113 +250,115 @@ def _place_of(word: np.uint64, n: np.uint64) -> np.uint64:
 
 
 @inlined
-def _block_of(rank: np.uint32, row: _U16) -> int:
-    """Return the last block before which there are at most so many; without a branch, which would be mispredicted."""
-    block = 0
-    block += 32 * int(np.uint32(row[block + 32]) <= rank)
-    block += 16 * int(np.uint32(row[block + 16]) <= rank)
-    block += 8 * int(np.uint32(row[block + 8]) <= rank)
-    block += 4 * int(np.uint32(row[block + 4]) <= rank)
-    block += 2 * int(np.uint32(row[block + 2]) <= rank)
-    block += 1 * int(np.uint32(row[block + 1]) <= rank)
-    return block
-
-
-@loop
 def _put_in_order(  # noqa: PLR0917 - compiled functions take their arguments by place
-    start: int, stop: int, count: int, filled: int, work: Room, positions: _U32, order: _U32
-) -> int:
-    """Append what was found in a tile to `positions` and `order`, by position; returns how many there are then.
+    bits: _Bits,
+    start: np.uint64,
+    count: np.uint64,
+    filled: np.uint64,
+    work: Room,
+    positions: _U32,
+    order: _U32,
+    old: _Bits,
+) -> np.uint64:
+    """Append what was found in a tile to `positions`, `order` and `old`, by position; returns how many there are then.
 
     Behind the end of the bits lies what only fills the tile.
     """
     found, before, places, numbers = work.found, work.found_before, work.places, work.numbers
-    total = np.uint64(0)
-    for block in range(_BLOCKS):
-        before[block] = np.uint32(total)
-        total += ones(found[block])
-    beyond = 0
-    for k in range(count):
-        at = int(np.int64(places[k]))
-        block = at >> 6
-        below = (_1 << (np.uint64(at) & _IN_BLOCK)) - _1
-        to = filled + int(np.int64(before[block])) + int(np.int64(ones(found[block] & below)))
-        positions[to], order[to] = start + at, numbers[k]
-        beyond += int(start + at >= stop)
-    for block in range(_BLOCKS):
-        found[block] = np.uint64(0)
+    total = beyond = _0
+    for word in range(_WORDS):
+        before[word] = np.uint32(total)
+        total += ones(found[word])
+    stop = np.uint64(bits.size)
+    k = _0
+    while k < count:
+        at = np.uint64(places[k])
+        word = at >> _6
+        to = filled + np.uint64(before[word]) + ones(found[word] & ((_1 << (at & _LAST_BIT)) - _1))
+        at += start
+        if at < stop:
+            positions[to], order[to], old[to] = np.uint32(at), numbers[k], bits[at]
+        else:
+            beyond += _1
+        k += _1
+    for word in range(_WORDS):
+        found[word] = _0
     return filled + count - beyond
 
 
 @loop
 def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by place
     bits: _Bits,
-    shift: np.uint64,
-    mask: np.uint64,
-    columns: _U8,
-    column_of: _U8,
+    columns: Columns,
     counts: _Counts,
     gaps: _U32,
     positions: _U32,
     order: _U32,
+    old: _Bits,
     work: Room,
 ) -> int:
-    """Find the places that lie behind the gaps, and their order; the inverse of `count_between`.
+    """Find the places that lie behind the gaps, their order, and the bits there; the inverse of `count_between`.
 
     Returns how many there are: fewer than gaps when a class has too few elements for its gaps.
     """
-    classes, before, totals, others, tables = work.classes, work.before, work.totals, work.others, work.tables
+    words, above, before, tables = work.words, work.above, work.before, work.tables
     found, places, numbers = work.found, work.places, work.numbers
-    left, left_others, slots, stops = tables[0], tables[1], tables[2], tables[3]
-    end = 0
+    passed, target, slots, stops = tables[0], tables[1], tables[2], tables[3]
+    end = _0
     for c in range(counts.size):
         slots[c] = end
-        first = gaps[end] if counts[c] else _NEVER
-        end += counts[c]
+        target[c] = np.uint64(gaps[end]) if counts[c] else _NEVER
+        end += np.uint64(counts[c])
         stops[c] = end
-        if column_of[c] != NO_COLUMN:
-            left[column_of[c]] = first
-        else:
-            left_others[c] = first
-    filled = start = 0
-    while start < bits.size and filled < positions.size:
-        stop = min(start + _TILE, bits.size)
-        _classify(bits[start:stop], shift, mask, classes)
-        _tally(classes, columns, before, totals, others)
-        count = 0
-        for column in range(columns.size):
-            total, rank = np.uint32(totals[column]), left[column]
-            its = columns[column]
-            slot = slots[its]
-            row = before[column]
-            while rank < total:
-                block = _block_of(rank, row)
-                place = _place_of(matching(classes, block * _BLOCK, its), np.uint64(rank - np.uint32(row[block])))
-                found[block] |= _1 << place
-                places[count], numbers[count] = block * _BLOCK + int(np.int64(place)), slot
-                count += 1
-                slot += _ONE
-                rank = rank + _ONE + gaps[slot] if slot < stops[its] else _NEVER
-            slots[its] = slot
-            left[column] = rank - total if rank != _NEVER else _NEVER
-        for block in range(_BLOCKS):
-            rest = others[block]
+    start, filled, most = _0, _0, np.uint64(positions.size)
+    while start < np.uint64(bits.size) and filled < most:
+        _tally(bits, start, columns, work, passed)
+        count = _0
+        for number in range(NO_COLUMN):
+            column, its = np.uint64(number), np.uint64(columns.single)
+            if number < np.int64(columns.width):
+                its = np.uint64(columns.first) + column
+            elif number != SINGLE_COLUMN:
+                continue
+            rank, slot, end, stop = target[its], slots[its], passed[column], stops[its]
+            row, lanes, lower, upper = column << _6, column << _3, _lower(column), _upper(column)
+            while rank < end:
+                # Without a branch, which would be mispredicted.
+                lane = np.uint64(before[lanes + _4] <= rank) << _2
+                lane += np.uint64(before[lanes + lane + _2] <= rank) << _1
+                lane += np.uint64(before[lanes + lane + _1] <= rank)
+                n = rank - before[lanes + lane]
+                place = (np.uint64(np.uint64(above[row + lane + _32]) <= n) << _5) + lane
+                place += np.uint64(np.uint64(above[row + place + _16]) <= n) << _4
+                place += np.uint64(np.uint64(above[row + place + _8]) <= n) << _3
+                bit = _place_of(words[lower + place] & words[upper + place], n - np.uint64(above[row + place]))
+                word = (lane << _3) + (place >> _3)
+                found[word] |= _1 << bit
+                places[count], numbers[count] = np.uint32((word << _6) + bit), np.uint32(slot)
+                count += _1
+                slot += _1
+                rank = rank + _1 + np.uint64(gaps[slot]) if slot < stop else _NEVER
+            slots[its], target[its] = slot, rank
+        word = _0
+        while word < _ALL_WORDS:
+            rest = words[_FROM_OTHERS + _in_rows(word)]
             while rest:
                 bit = trailing_zeros(rest)
                 rest &= rest - _1
-                at = block * _BLOCK + int(np.int64(bit))
-                its = classes[at]
-                rank = left_others[its]
+                at = (word << _6) + bit
+                its = _class_of(bits[start + at], columns)
+                rank = target[its]
                 if rank:
-                    left_others[its] = rank - np.uint32(rank != _NEVER)
+                    target[its] = rank - np.uint64(rank != _NEVER)
                 else:
                     slot = slots[its]
-                    found[block] |= _1 << bit
-                    places[count], numbers[count] = at, slot
-                    count += 1
-                    slot += _ONE
+                    found[word] |= _1 << bit
+                    places[count], numbers[count] = np.uint32(at), np.uint32(slot)
+                    count += _1
+                    slot += _1
                     slots[its] = slot
-                    left_others[its] = gaps[slot] if slot < stops[its] else _NEVER
-        filled = _put_in_order(start, stop, count, filled, work, positions, order)
-        start = stop
-    return filled
+                    target[its] = np.uint64(gaps[slot]) if slot < stops[its] else _NEVER
+            word += _1
+        filled = _put_in_order(bits, start, count, filled, work, positions, order, old)
+        start += _IN_TILE
+    return np.int64(filled)

@@ -12,14 +12,15 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = ["LANES_BYTES", "apart", "matching", "ones", "trailing_zeros"]
+__all__ = ["LANES_BYTES", "Elements", "apart", "broadcast", "constant", "ones", "trailing_zeros"]
 
 LANES_BYTES = 64
 """How much of an array is looked at as one: as many elements as there are in so many bytes."""
 
 _Word = Callable[[np.uint64], np.uint64]
 _Bits = npt.NDArray[np.unsignedinteger]
-_LANES = ir.VectorType(ir.IntType(8), LANES_BYTES)
+
+_INDEX, _WORD = ir.IntType(32), ir.IntType(64)
 
 
 def _instruction(name: str) -> Callable[[_Word], _Word]:
@@ -48,42 +49,53 @@ def ones(number: np.uint64) -> np.uint64:
     raise NotImplementedError
 
 
-def _loaded(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> Any:  # noqa: ANN401
-    """Return the elements of an array from `start` on, in lanes."""
-    width = kind.dtype.bitwidth
-    lanes = ir.VectorType(ir.IntType(width), LANES_BYTES * 8 // width)
-    values: Any = arrayobj
-    data = values.make_array(kind)(context, builder, array).data
-    loaded = builder.load(builder.bitcast(builder.gep(data, [start]), lanes.as_pointer()))
-    loaded.align = width // 8
-    return loaded
+class Elements:
+    """The elements of an array, for code that is generated.
+
+    Args:
+        context: What numba hands to whoever generates code.
+        builder: Likewise.
+        kind: The array's type.
+        array: The array.
+    """
+
+    def __init__(self, context: Any, builder: Any, kind: Any, array: Any) -> None:  # noqa: ANN401
+        values: Any = arrayobj
+        self._builder, self._data = builder, values.make_array(kind)(context, builder, array).data
+        self._width = kind.dtype.bitwidth
+
+    def load(self, start: Any, lanes: int) -> Any:  # noqa: ANN401
+        """Return so many elements from `start` on, in lanes."""
+        vector = ir.VectorType(ir.IntType(self._width), lanes)
+        return self._builder.load(self._at(start, vector), align=self._width // 8)
+
+    def store(self, start: Any, values: Any) -> None:  # noqa: ANN401
+        """Write one element, or the lanes of a vector from `start` on."""
+        self._builder.store(values, self._at(start, values.type), align=self._width // 8)
+
+    def _at(self, start: Any, kind: Any) -> Any:  # noqa: ANN401
+        return self._builder.bitcast(self._builder.gep(self._data, [start]), kind.as_pointer())
 
 
-def _compared(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
-    array, start, byte = arguments
-    loaded = _loaded(context, builder, signature.args[0], array, start)
-    nothing, first = ir.Constant(_LANES, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-    one = builder.insert_element(nothing, byte, first)
-    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
-    same = builder.icmp_unsigned("==", loaded, builder.shuffle_vector(one, nothing, everywhere))
-    # As bits of one number, the first byte's lowest; of the other byte order, the first would be the highest.
-    return builder.bitcast(same, ir.IntType(64))
+def constant(kind: Any, number: int) -> Any:  # noqa: ANN401
+    """Return a constant with the same number in each lane."""
+    return ir.Constant(kind, [number] * kind.count)
 
 
-def _matching(context: object, values: Any, start: object, byte: object) -> tuple[Any, Any]:  # noqa: ANN401
-    return types.uint64(values, types.int64, types.uint8), _compared
-
-
-matching = cast("Callable[[npt.NDArray[np.uint8], int, np.uint8], np.uint64]", intrinsic(_matching))
-"""Return which of 64 bytes from `start` on are equal to `byte`: one bit for each, the first's lowest; unchecked."""
+def broadcast(builder: Any, number: Any, lanes: int) -> Any:  # noqa: ANN401
+    """Return a vector with the same number in each lane."""
+    nothing = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.Constant(_INDEX, 0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_INDEX, lanes), [0] * lanes))
 
 
 def _told_apart(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
-    one, other, start = arguments
-    both = (_loaded(context, builder, signature.args[n], array, start) for n, array in enumerate((one, other)))
-    differ = builder.icmp_unsigned("!=", *both)
-    lanes = builder.bitcast(differ, ir.IntType(differ.type.count))
-    return lanes if differ.type.count == 64 else builder.zext(lanes, ir.IntType(64))
+    one, other = (Elements(context, builder, *each) for each in zip(signature.args[:2], arguments[:2], strict=True))
+    lanes = LANES_BYTES * 8 // signature.args[0].dtype.bitwidth
+    differ = builder.icmp_unsigned("!=", one.load(arguments[2], lanes), other.load(arguments[2], lanes))
+    # As bits of one number, the first lane's lowest; of the other byte order, the first would be the highest.
+    together = builder.bitcast(differ, ir.IntType(lanes))
+    return together if lanes == 64 else builder.zext(together, _WORD)
 
 
 def _apart(context: object, one: Any, other: Any, start: object) -> tuple[Any, Any] | None:  # noqa: ANN401
