@@ -18,16 +18,16 @@ import numpy.typing as npt
 
 from deltabus.bus.errors import UsageError
 
-from .changes import Bits, SegmentChanges
+from .changes import SegmentChanges
 from .checked import check_base, check_changes
 from .cursor import Cursor
 from .held import Held, sampled, take
-from .kernels import adaptive, classes
-from .planes import thin_out
+from .kernels import adaptive, classes, sampling
+from .planes import thinning
 from .ranks import Classes, places_of, ranks_of
 from .rice import MAX_SIZE
 from .schema import Segment
-from .steps import Steps, advance, steps_between
+from .steps import Steps, advance, masks_of, steps_between
 
 __all__ = ["Conditional"]
 
@@ -40,6 +40,9 @@ _MOST_STRETCHES = 16
 
 _REDUNDANCY = 1.015
 """What adapting takes beyond the entropy, as measured on training steps."""
+
+_MOST_LENGTH = 64
+"""Bits of the largest magnitude."""
 
 _CLASS_BYTES = 3
 """What the count and the first two parameters of a class take, about."""
@@ -62,23 +65,19 @@ class Conditional:
         base = _given(segment, base)
         classed, count = Classes.of(segment.dtype), changes.positions.size
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
-
-        def counted(places: npt.NDArray[np.integer], kinds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            """Return how many elements there are of each class in each stretch."""
-            ends = np.searchsorted(places, np.arange(1, stretches + 1) * segment.size / stretches)
-            stretch = np.repeat(np.arange(stretches), np.diff(ends, prepend=0))
-            cells = np.bincount(stretch * classes.CLASSES + kinds, minlength=stretches * classes.CLASSES)
-            return cells.reshape(stretches, classes.CLASSES)
-
-        places, old, new = (thin_out(each) for each in (changes.positions, changes.old, changes.new))
-        sample, kinds = classed(sampled(base)), classed(old)
-        changed = counted(places, kinds) * (count / old.size)
-        held = counted(np.arange(sample.size) * (segment.size // sample.size), sample) * (segment.size / sample.size)
+        changed, held = (np.zeros((stretches, classes.CLASSES)) for _ in range(2))
+        magnitudes = np.zeros((_MOST_LENGTH + 1, classes.CLASSES))
+        arrays = (np.ascontiguousarray(each) for each in (changes.positions, changes.old, changes.new))
+        stride, masks = thinning(count), masks_of(segment.dtype.bits, segment.dtype.order)
+        beyond_first = sampling.count_changed(*arrays, stride, segment.size, *classed, *masks, changed, magnitudes)
+        weight = count / -(-count // stride)
+        changed *= weight
+        sample = sampled(base)
+        sampling.count_held(np.ascontiguousarray(sample), 1, *classed, sample.size, held)
+        held *= segment.size / sample.size
         bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
-        lengths = _bit_lengths(steps_between(old, new, segment.dtype.order).beyond)
-        pairs = np.bincount(lengths * classes.CLASSES + kinds, minlength=65 * classes.CLASSES)
-        magnitudes = _entropy(pairs.reshape(65, classes.CLASSES)) + float(np.maximum(lengths - 1, 0).sum())
-        bits = _REDUNDANCY * (bits + magnitudes * (count / old.size)) + count
+        bits += (_entropy(magnitudes) + beyond_first) * weight
+        bits = _REDUNDANCY * bits + count
         return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.sum(axis=0)))
 
     def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
@@ -131,7 +130,7 @@ class Conditional:
         code = np.frombuffer(bytes(coded) + bytes(-len(coded) % 4), ">u4").astype(np.uint32)
         raw = np.zeros(tail.size // 8 + 2, "<u8")
         raw.view(np.uint8)[: tail.size] = tail
-        chances, used, sums = _contexts()
+        chances, used = _contexts()
         counts, state = np.zeros(Classes.of(segment.dtype).number, np.int64), np.zeros(4, np.uint64)
         count = adaptive.read_counts(code, raw, state, chances, used, counts)
         # Each change has a sign of one bit, so that the memory taken below is bounded by the data that is here.
@@ -139,7 +138,7 @@ class Conditional:
             raise cursor.corrupt(f"claims {count if count >= 0 else 'no possible number of'} changes")
         gaps, beyond = np.empty(count, np.uint32), np.empty(count, np.uint64)
         limits = np.array([segment.size, 1 << segment.dtype.size * 8 - 1], np.uint64)
-        if adaptive.read_changes(counts, code, raw, state, chances, used, sums, limits, gaps, beyond):
+        if adaptive.read_changes(counts, code, raw, state, chances, used, limits, gaps, beyond):
             raise cursor.corrupt("holds gaps or steps that are out of range")
         if len(coded) > 4 * int(state[2]) or (len(coded) and not coded[-1]):
             raise cursor.corrupt("has code behind its last change")
@@ -165,11 +164,10 @@ def _given(segment: Segment, base: Held | None) -> Held:
     return base
 
 
-def _contexts() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def _contexts() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
     return (
         np.empty(adaptive.CONTEXTS, np.uint64),
         np.empty(adaptive.CONTEXTS, np.uint8),
-        np.empty(adaptive.SUMS, np.int64),
     )
 
 
@@ -196,17 +194,6 @@ def _signs(cursor: Cursor, tail: npt.NDArray[np.uint8], bits: int, count: int) -
     return np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
 
 
-def _bit_lengths(values: Bits) -> npt.NDArray[np.int64]:
-    """Return the bits needed for each number, one more or less for very large ones."""
-    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
-
-
-def _entropy(counts: npt.NDArray[np.number]) -> float:
+def _entropy(counts: npt.NDArray[np.float64]) -> float:
     """Return the bits that it takes to say in which row each one is, given its column, by how many are where."""
-    return _log_sum(counts.sum(axis=0)) - _log_sum(counts)
-
-
-def _log_sum(numbers: npt.NDArray[np.number]) -> float:
-    """Return the sum of n log2 n."""
-    some = numbers[numbers > 0].astype(np.float64)
-    return float(some @ np.log2(some))
+    return sampling.sum_of_logarithms(counts.sum(axis=0).ravel()) - sampling.sum_of_logarithms(counts.ravel())

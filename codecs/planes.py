@@ -33,6 +33,7 @@ __all__ = [
     "pack_planes",
     "rotate",
     "thin_out",
+    "thinning",
     "unpack_plane",
     "unpack_planes",
     "unrotate",
@@ -225,7 +226,12 @@ def unrotate(bits: Bits, order: Order) -> Bits:
 
 def thin_out(values: Bits) -> Bits:
     """Return an evenly spaced sample that suffices for `estimate_planes`; one dimension, a view."""
-    return values[:: len(values) // _SAMPLE + 1]
+    return values[:: thinning(len(values))]
+
+
+def thinning(size: int) -> int:
+    """Return how many values there are for each one that `thin_out` takes, of so many."""
+    return size // _SAMPLE + 1
 
 
 def estimate_planes(sample: Bits, count: int, *, zeros: int = 0) -> int:

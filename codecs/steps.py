@@ -16,12 +16,14 @@ import numpy.typing as npt
 
 from .changes import Bits
 from .dtypes import Order
+from .kernels import steps as kernels
 
 __all__ = [
     "Steps",
     "advance",
     "advance_zigzag",
     "distances_between",
+    "masks_of",
     "ordered",
     "steps_between",
     "zigzag_between",
@@ -61,11 +63,12 @@ def ordered(bits: Bits, order: Order) -> Bits:
 
 
 def steps_between(old: Bits, new: Bits, order: Order) -> Steps:
-    """Return the steps from `old` to `new`, which differ everywhere; same dtype and shape."""
-    one = old.dtype.type(1)
-    step = ordered(new, order) - ordered(old, order)
-    negative = step > old.dtype.type(np.iinfo(old.dtype).max >> 1)
-    return Steps(negative, np.where(negative, ~step, step - one))
+    """Return the steps from `old` to `new`, which differ everywhere; same dtype, one dimension."""
+    steps = Steps(np.empty(old.size, np.bool_), np.empty(old.size, old.dtype))
+    # Loops are compiled anew for arrays of another layout.
+    old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
+    kernels.take_apart(old, new, *masks_of(old.dtype, order), *steps)
+    return steps
 
 
 def distances_between(old: Bits, new: Bits, order: Order) -> Bits:
@@ -90,9 +93,16 @@ def distances_between(old: Bits, new: Bits, order: Order) -> Bits:
 
 def advance(old: Bits, steps: Steps, order: Order) -> Bits:
     """Return the patterns that the steps lead to, modulo 2^width; the inverse of `steps_between`."""
-    one = old.dtype.type(1)
-    step = np.where(steps.negative, ~steps.beyond, steps.beyond + one)
-    return ordered(ordered(old, order) + step, order)
+    new = np.empty_like(old)
+    kernels.put_together(old, *steps, *masks_of(old.dtype, order), new)
+    return new
+
+
+def masks_of(dtype: np.dtype[np.unsignedinteger], order: Order) -> tuple[np.uint64, np.uint64]:
+    """Return a pattern of all bits below the sign, none where there is no sign, and one of all bits, for loops."""
+    width = dtype.itemsize * 8
+    signed = order is Order.SIGN_MAGNITUDE
+    return np.uint64((1 << (width - 1)) - 1 if signed else 0), np.uint64((1 << width) - 1)
 
 
 def zigzag_between(old: Bits, new: Bits, order: Order) -> Bits:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from . import inlined, loop
 from .columns import NO_COLUMN, PLANES, SINGLE_COLUMN, Columns, count_both, write_planes
-from .words import ones, trailing_zeros
+from .words import ones, prefetch, trailing_zeros
 
 __all__ = ["CLASSES", "Room", "count_between", "find_counted", "room"]
 
@@ -126,7 +126,9 @@ def _tally(bits: _Bits, start: np.uint64, columns: Columns, work: Room, passed: 
     whole = np.uint64(min(_TILE, bits.size - np.int64(start)) >> 6)
     word = _0
     while word < whole:
-        write_planes(bits, start + (word << _6), columns, words, _in_rows(word))
+        at = start + (word << _6)
+        prefetch(bits, at + _IN_TILE)
+        write_planes(bits, at, columns, words, _in_rows(word))
         word += _1
     if word < _ALL_WORDS:
         _write_last(bits, start + (word << _6), word, columns, words)

@@ -8,14 +8,27 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = ["LANES_BYTES", "Elements", "apart", "broadcast", "constant", "ones", "trailing_zeros"]
+__all__ = [
+    "LANES_BYTES",
+    "Elements",
+    "apart",
+    "broadcast",
+    "constant",
+    "leading_zeros",
+    "ones",
+    "prefetch",
+    "trailing_zeros",
+]
 
 LANES_BYTES = 64
 """How much of an array is looked at as one: as many elements as there are in so many bytes."""
+
+_LINE_BYTES = 64
+"""What is brought into a cache at once."""
 
 _Word = Callable[[np.uint64], np.uint64]
 _Bits = npt.NDArray[np.unsignedinteger]
@@ -28,7 +41,7 @@ def _instruction(name: str) -> Callable[[_Word], _Word]:
 
     def generated(context: object, builder: Any, signature: object, arguments: list[Any]) -> Any:  # noqa: ANN401
         # A second operand says whether zero may give anything; it may, so that no check is made.
-        operands = [arguments[0], ir.Constant(ir.IntType(1), 1)] if name == "cttz" else [arguments[0]]
+        operands = arguments[:1] if name == "ctpop" else [arguments[0], ir.Constant(ir.IntType(1), 1)]
         return getattr(builder, name)(*operands)
 
     def typed(context: object, number: object) -> tuple[Any, Any]:
@@ -40,6 +53,12 @@ def _instruction(name: str) -> Callable[[_Word], _Word]:
 @_instruction("cttz")
 def trailing_zeros(number: np.uint64) -> np.uint64:
     """Return how many bits below the lowest one are zero; of a number that is not 0."""
+    raise NotImplementedError
+
+
+@_instruction("ctlz")
+def leading_zeros(number: np.uint64) -> np.uint64:
+    """Return how many of 64 bits above the highest one are zero; of a number that is not 0."""
     raise NotImplementedError
 
 
@@ -66,15 +85,18 @@ class Elements:
 
     def load(self, start: Any, lanes: int) -> Any:  # noqa: ANN401
         """Return so many elements from `start` on, in lanes."""
-        vector = ir.VectorType(ir.IntType(self._width), lanes)
-        return self._builder.load(self._at(start, vector), align=self._width // 8)
+        place = self._builder.bitcast(self.at(start), ir.VectorType(ir.IntType(self._width), lanes).as_pointer())
+        return self._builder.load(place, align=self._width // 8)
 
     def store(self, start: Any, values: Any) -> None:  # noqa: ANN401
         """Write one element, or the lanes of a vector from `start` on."""
-        self._builder.store(values, self._at(start, values.type), align=self._width // 8)
+        self._builder.store(
+            values, self._builder.bitcast(self.at(start), values.type.as_pointer()), align=self._width // 8
+        )
 
-    def _at(self, start: Any, kind: Any) -> Any:  # noqa: ANN401
-        return self._builder.bitcast(self._builder.gep(self._data, [start]), kind.as_pointer())
+    def at(self, start: Any) -> Any:  # noqa: ANN401
+        """Return a pointer to an element."""
+        return self._builder.gep(self._data, [start])
 
 
 def constant(kind: Any, number: int) -> Any:  # noqa: ANN401
@@ -105,3 +127,22 @@ def _apart(context: object, one: Any, other: Any, start: object) -> tuple[Any, A
 apart = cast("Callable[[_Bits, _Bits, int], np.uint64]", intrinsic(_apart))
 """Return which elements of two arrays differ, in `LANES_BYTES` from `start` on: one bit each, the first's lowest;
 unchecked."""
+
+
+def _prefetched(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
+    values, kind = Elements(context, builder, signature.args[0], arguments[0]), ir.IntType(8).as_pointer()
+    options = [ir.Constant(_INDEX, option) for option in (0, 2, 1)]  # for reading, into all caches, data
+    whole = ir.FunctionType(ir.VoidType(), [kind, *(option.type for option in options)])
+    instruction = cgutils.get_or_insert_function(builder.module, whole, "llvm.prefetch.p0i8")
+    place = builder.bitcast(values.at(arguments[1]), kind)
+    for line in range(signature.args[0].dtype.bitwidth // 8):
+        builder.call(instruction, [builder.gep(place, [ir.Constant(_WORD, line * _LINE_BYTES)]), *options])
+    return context.get_dummy_value()
+
+
+def _prefetch(context: object, values: Any, start: object) -> tuple[Any, Any]:  # noqa: ANN401
+    return types.void(values, types.uint64), _prefetched
+
+
+prefetch = cast("Callable[[_Bits, np.uint64], None]", intrinsic(_prefetch))
+"""Have 64 elements from `start` on brought into the caches; they need not exist."""
