@@ -21,7 +21,7 @@ from deltabus.bus.errors import UsageError
 from .changes import SegmentChanges
 from .checked import check_base, check_changes
 from .cursor import Cursor
-from .held import Held, sampled, take
+from .held import Held, sampled
 from .kernels import adaptive, classes, sampling
 from .planes import thinning
 from .ranks import Classes, places_of, ranks_of
@@ -67,13 +67,15 @@ class Conditional:
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
         changed, held = (np.zeros((stretches, classes.CLASSES)) for _ in range(2))
         magnitudes = np.zeros((_MOST_LENGTH + 1, classes.CLASSES))
-        arrays = (np.ascontiguousarray(each) for each in (changes.positions, changes.old, changes.new))
+        positions, old, new = changes.positions, changes.old, changes.new
         stride, masks = thinning(count), masks_of(segment.dtype.bits, segment.dtype.order)
-        beyond_first = sampling.count_changed(*arrays, stride, segment.size, *classed, *masks, changed, magnitudes)
+        beyond_first = sampling.count_changed(
+            positions, old, new, stride, segment.size, *classed, *masks, changed, magnitudes
+        )
         weight = count / -(-count // stride)
         changed *= weight
-        sample = sampled(base)
-        sampling.count_held(np.ascontiguousarray(sample), 1, *classed, sample.size, held)
+        sample = np.ascontiguousarray(sampled(base))
+        sampling.count_held(sample, *classed, held)
         held *= segment.size / sample.size
         bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
         bits += (_entropy(magnitudes) + beyond_first) * weight
@@ -143,11 +145,11 @@ class Conditional:
         if len(coded) > 4 * int(state[2]) or (len(coded) and not coded[-1]):
             raise cursor.corrupt("has code behind its last change")
         negative = _signs(cursor, tail, int(state[3]), count)
-        positions, order = places_of(segment, base, counts, gaps)
+        positions, order, old = places_of(segment, base, counts, gaps)
         if positions.size != count:
             lost = count - positions.size
             raise cursor.corrupt(f"has {count} changes, of which {lost} have no place in the state read")
-        old, steps = take(base, positions), Steps(negative, beyond.take(order).astype(segment.dtype.bits))
+        steps = Steps(negative, beyond.take(order))
         return SegmentChanges(positions, old, advance(old, steps, segment.dtype.order))
 
 

@@ -16,12 +16,12 @@ from deltabus.bus.errors import UsageError
 from . import on_device
 from .changes import Bits, SegmentChanges
 from .dtypes import DType, Order
-from .held import Held, first_not_holding, sampled
+from .held import Held, first_not_holding, sampled, take
 from .kernels import classes
 from .kernels.columns import NO_COLUMN, SINGLE_COLUMN, Columns
 from .schema import Segment
 
-__all__ = ["Classes", "Ranks", "places_of", "ranks_of"]
+__all__ = ["Classes", "Places", "Ranks", "places_of", "ranks_of"]
 
 _MOST_CLASS_BITS = 8
 
@@ -69,6 +69,20 @@ class Ranks(NamedTuple):
     gaps: npt.NDArray[np.uint32]
 
 
+class Places(NamedTuple):
+    """Changes by rising position.
+
+    Attributes:
+        positions: Of each; uint32.
+        order: The number of each in the order by class; uint32.
+        old: The bits that lie there.
+    """
+
+    positions: npt.NDArray[np.uint32]
+    order: npt.NDArray[np.uint32]
+    old: Bits
+
+
 def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
     """Return the ranks of changes among the elements of a segment.
 
@@ -93,10 +107,8 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
     return Ranks(counts, order, gaps)
 
 
-def places_of(
-    segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps: npt.NDArray[np.uint32]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the positions that ranks lead to, rising, and the number of each in the order by class; from `ranks_of`.
+def places_of(segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps: npt.NDArray[np.uint32]) -> Places:
+    """Return the places that ranks lead to; the inverse of `ranks_of`.
 
     They are fewer than gaps when a class has too few elements.
 
@@ -111,11 +123,11 @@ def places_of(
     """
     classed = Classes.of(segment.dtype)
     if isinstance(base, Tensor):
-        return on_device.find_counted(base, counts, gaps, int(classed.shift), int(classed.mask))
-    positions, order, old = (np.empty(gaps.size, kind) for kind in (np.uint32, np.uint32, base.dtype))
-    columns = _columns(classed, base)
-    found = classes.find_counted(base, columns, counts, gaps, positions, order, old, classes.room())
-    return positions[:found], order[:found]
+        positions, order = on_device.find_counted(base, counts, gaps, int(classed.shift), int(classed.mask))
+        return Places(positions, order, take(base, positions))
+    places = Places(*(np.empty(gaps.size, kind) for kind in (np.uint32, np.uint32, base.dtype)))
+    found = classes.find_counted(base, _columns(classed, base), counts, gaps, *places, classes.room())
+    return Places(*(each[:found] for each in places))
 
 
 def _check(segment: Segment, positions: npt.NDArray[np.uint32], wrong: int) -> None:

@@ -35,7 +35,8 @@ class Steps(NamedTuple):
 
     Attributes:
         negative: Whether each step leads down; bool.
-        beyond: How far each step leads beyond the next value: its magnitude less one; unsigned, as the patterns.
+        beyond: How far each step leads beyond the next value: its magnitude less one; unsigned, as the patterns or
+            wider.
     """
 
     negative: npt.NDArray[np.bool_]
@@ -93,8 +94,8 @@ def distances_between(old: Bits, new: Bits, order: Order) -> Bits:
 
 def advance(old: Bits, steps: Steps, order: Order) -> Bits:
     """Return the patterns that the steps lead to, modulo 2^width; the inverse of `steps_between`."""
-    new = np.empty_like(old)
-    kernels.put_together(old, *steps, *masks_of(old.dtype, order), new)
+    new = np.empty(old.size, old.dtype)
+    kernels.put_together(np.ascontiguousarray(old), *steps, *masks_of(old.dtype, order), new)
     return new
 
 

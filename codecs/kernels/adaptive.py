@@ -245,7 +245,7 @@ def write_changes(  # noqa: PLR0917 - compiled functions take their arguments by
             gap_total, gap_count, for_gap = _noted(gap, gap_total, gap_count)
             magnitude_total, magnitude_count, for_magnitude = _noted(magnitude, magnitude_total, magnitude_count)
             slot += _1
-    return np.int64(filled), np.int64(at), low, span
+    return int(np.int64(filled)), int(np.int64(at)), low, span
 
 
 @inlined
@@ -359,7 +359,7 @@ def read_counts(  # noqa: PLR0917 - compiled functions take their arguments by p
             total += count
         before = length
     state[0], state[1], state[2], state[3] = offset, span, taken, at
-    return np.int64(total)
+    return int(np.int64(total))
 
 
 @loop

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from . import inlined, loop
 from .columns import NO_COLUMN, PLANES, SINGLE_COLUMN, Columns, count_both, write_planes
-from .words import ones, prefetch, trailing_zeros
+from .words import LANES_BYTES, ones, prefetch, trailing_zeros
 
 __all__ = ["CLASSES", "Room", "count_between", "find_counted", "room"]
 
@@ -123,11 +123,12 @@ def _write_last(bits: _Bits, start: np.uint64, word: np.uint64, columns: Columns
 def _tally(bits: _Bits, start: np.uint64, columns: Columns, work: Room, passed: _U64) -> None:
     """Count the elements of each column up to the words of a tile, and add what the tile holds to `passed`."""
     words, above, before = work.words, work.above, work.before
-    whole = np.uint64(min(_TILE, bits.size - np.int64(start)) >> 6)
+    whole = min(_IN_TILE, np.uint64(bits.size) - start) >> _6
     word = _0
     while word < whole:
         at = start + (word << _6)
-        prefetch(bits, at + _IN_TILE)
+        for line in range(bits.itemsize):
+            prefetch(bits, at + _IN_TILE + np.uint64(line * LANES_BYTES // bits.itemsize))
         write_planes(bits, at, columns, words, _in_rows(word))
         word += _1
     if word < _ALL_WORDS:
@@ -137,14 +138,14 @@ def _tally(bits: _Bits, start: np.uint64, columns: Columns, work: Room, passed: 
         for plane in range(PLANES):
             words[np.uint64(plane * _WORDS) + _in_rows(word)] = _0
         word += _1
-    for at in range(_WORDS):
-        a, b = words[_BITS + at], words[_BITS + _WORDS + at]
-        c, d = words[_BITS + 2 * _WORDS + at], words[_BITS + 3 * _WORDS + at]
-        words[_LOWER + at], words[_LOWER + _WORDS + at] = ~(a | b), a & ~b
-        words[_LOWER + 2 * _WORDS + at], words[_LOWER + 3 * _WORDS + at] = b & ~a, a & b
-        words[_UPPER + at], words[_UPPER + _WORDS + at] = ~(c | d), c & ~d
-        words[_UPPER + 2 * _WORDS + at], words[_UPPER + 3 * _WORDS + at] = d & ~c, c & d
-        words[_OTHERS + at] = a & b & c & d
+    for place in range(_WORDS):
+        a, b = words[_BITS + place], words[_BITS + _WORDS + place]
+        c, d = words[_BITS + 2 * _WORDS + place], words[_BITS + 3 * _WORDS + place]
+        words[_LOWER + place], words[_LOWER + _WORDS + place] = ~(a | b), a & ~b
+        words[_LOWER + 2 * _WORDS + place], words[_LOWER + 3 * _WORDS + place] = b & ~a, a & b
+        words[_UPPER + place], words[_UPPER + _WORDS + place] = ~(c | d), c & ~d
+        words[_UPPER + 2 * _WORDS + place], words[_UPPER + 3 * _WORDS + place] = d & ~c, c & d
+        words[_OTHERS + place] = a & b & c & d
     for number in range(NO_COLUMN):
         if number >= np.int64(columns.width) and number != SINGLE_COLUMN:
             continue
@@ -189,8 +190,8 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
     """
     words, above, before, tables = work.words, work.above, work.before, work.tables
     passed, passed_others, after, slots = tables[0], tables[1], tables[2], tables[3]
-    for k in range(positions.size):
-        counts[_class_of(old[k], columns)] += 1
+    for bits_before in old:
+        counts[_class_of(bits_before, columns)] += 1
     for c in range(1, counts.size):
         slots[c] = slots[c - 1] + np.uint64(counts[c - 1])
     k, number, start = _0, np.uint64(positions.size), _0
@@ -201,7 +202,7 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
         while k < number and np.uint64(positions[k]) < stop:
             at, its = np.uint64(positions[k]), _class_of(old[k], columns)
             if bits[at] != old[k]:
-                return np.int64(k)
+                return int(np.int64(k))
             at -= start
             column = np.uint64(columns.of[its])
             if column != _WITHOUT:
@@ -268,9 +269,9 @@ def _put_in_order(  # noqa: PLR0917 - compiled functions take their arguments by
     """
     found, before, places, numbers = work.found, work.found_before, work.places, work.numbers
     total = beyond = _0
-    for word in range(_WORDS):
-        before[word] = np.uint32(total)
-        total += ones(found[word])
+    for place in range(_WORDS):
+        before[place] = np.uint32(total)
+        total += ones(found[place])
     stop = np.uint64(bits.size)
     k = _0
     while k < count:
@@ -283,8 +284,8 @@ def _put_in_order(  # noqa: PLR0917 - compiled functions take their arguments by
         else:
             beyond += _1
         k += _1
-    for word in range(_WORDS):
-        found[word] = _0
+    for place in range(_WORDS):
+        found[place] = _0
     return filled + count - beyond
 
 
@@ -363,4 +364,4 @@ def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by pl
             word += _1
         filled = _put_in_order(bits, start, count, filled, work, positions, order, old)
         start += _IN_TILE
-    return np.int64(filled)
+    return int(np.int64(filled))

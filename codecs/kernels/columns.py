@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
-from .words import Elements, broadcast, constant
+from .words import Elements, broadcast, constant, external
 
 __all__ = ["NO_COLUMN", "PLANES", "SINGLE_COLUMN", "Columns", "count_both", "write_planes"]
 
@@ -100,7 +100,7 @@ def _both_counted(context: Any, builder: Any, signature: Any, arguments: list[An
     words, above, totals = (Elements(context, builder, signature.args[n], arguments[n]) for n in (0, 3, 5))
     kind, narrow = ir.VectorType(_WORD, 8), ir.VectorType(ir.IntType(16), 8)
     total = constant(kind, 0)
-    count_ones = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), "llvm.ctpop.v8i64")
+    count_ones = external(builder, "llvm.ctpop.v8i64", kind, [kind])
     for row in range(8):
         offset = ir.Constant(_WORD, row * 8)
         both = builder.and_(*(words.load(builder.add(start, offset), 8) for start in (one, other)))

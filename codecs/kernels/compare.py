@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernel, loop
-from .words import LANES_BYTES, apart, trailing_zeros
+from .words import LANES_BYTES, apart, prefetch, trailing_zeros
 
 __all__ = [
     "CHUNK",
@@ -27,6 +27,9 @@ _U64 = npt.NDArray[np.uint64]
 
 CHUNK = 64
 """Blocks of `LANES_BYTES` that are compared before their elements are looked at."""
+
+_AHEAD = 128
+"""Changes whose places are on their way to a cache, because each waits for memory."""
 
 _0, _1 = np.uint64(0), np.uint64(1)  # typed, because a Python int beside an unsigned number would make it a float
 
@@ -86,8 +89,9 @@ def find_differing(  # noqa: PLR0917 - compiled functions take their arguments b
 @kernel
 def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits, origin: int) -> int:
     """Return the first `k` with `bits[positions[k] - origin] != expected[k]`, or -1."""
-    first = np.uint64(origin)
+    first, last = np.uint64(origin), positions.size - 1
     for k in range(positions.size):
+        prefetch(bits, np.uint64(positions[min(k + _AHEAD, last)]) - first)
         if bits[np.uint64(positions[k]) - first] != expected[k]:
             return k
     return -1

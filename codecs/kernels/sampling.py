@@ -26,19 +26,13 @@ def _class_of(bits: np.unsignedinteger, shift: np.uint64, mask: np.uint64) -> np
 
 
 @loop
-def count_held(bits: _Bits, stride: int, shift: np.uint64, mask: np.uint64, size: int, cells: _Cells) -> None:
-    """Add 1 to the cell of each element's stretch and class, for an evenly spaced sample of `size` elements.
+def count_held(bits: _Bits, shift: np.uint64, mask: np.uint64, cells: _Cells) -> None:
+    """Add 1 to the cell of each element's stretch and class: a row for each stretch, a column for each class.
 
-    Args:
-        bits: Of the sample, or of more, of which every one in `stride` counts.
-        stride: See `bits`.
-        shift: The class of an element is `bits >> shift & mask`.
-        mask: See `shift`.
-        size: How many elements count.
-        cells: A row for each stretch, a column for each class.
+    The class of an element is `bits >> shift & mask`.
     """
-    for k in range(size):
-        cells[k * cells.shape[0] // size, _class_of(bits[k * stride], shift, mask)] += 1.0
+    for k in range(bits.size):
+        cells[k * cells.shape[0] // bits.size, _class_of(bits[k], shift, mask)] += 1.0
 
 
 @loop

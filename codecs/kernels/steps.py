@@ -29,7 +29,7 @@ def place_of(bits: np.uint64, below_sign: np.uint64) -> np.uint64:
 
 
 @loop
-def take_apart(
+def take_apart(  # noqa: PLR0917 - compiled functions take their arguments by place
     old: _Bits, new: _Bits, below_sign: np.uint64, every: np.uint64, negative: _Flags, beyond: _Bits
 ) -> None:
     """Fill in whether each step leads down, and its magnitude less one.
@@ -44,7 +44,7 @@ def take_apart(
 
 
 @loop
-def put_together(
+def put_together(  # noqa: PLR0917 - compiled functions take their arguments by place
     old: _Bits, negative: _Flags, beyond: _Bits, below_sign: np.uint64, every: np.uint64, new: _Bits
 ) -> None:
     """Fill in where the steps lead to; the inverse of `take_apart`."""

@@ -25,10 +25,7 @@ __all__ = [
 ]
 
 LANES_BYTES = 64
-"""How much of an array is looked at as one: as many elements as there are in so many bytes."""
-
-_LINE_BYTES = 64
-"""What is brought into a cache at once."""
+"""How much of an array is looked at as one: as many elements as there are in so many bytes, those of a cache line."""
 
 _Word = Callable[[np.uint64], np.uint64]
 _Bits = npt.NDArray[np.unsignedinteger]
@@ -129,14 +126,18 @@ apart = cast("Callable[[_Bits, _Bits, int], np.uint64]", intrinsic(_apart))
 unchecked."""
 
 
+def external(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
+    """Return a function of LLVM's, to be called."""
+    functions: Any = cgutils
+    return functions.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 def _prefetched(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
     values, kind = Elements(context, builder, signature.args[0], arguments[0]), ir.IntType(8).as_pointer()
-    options = [ir.Constant(_INDEX, option) for option in (0, 2, 1)]  # for reading, into all caches, data
-    whole = ir.FunctionType(ir.VoidType(), [kind, *(option.type for option in options)])
-    instruction = cgutils.get_or_insert_function(builder.module, whole, "llvm.prefetch.p0i8")
-    place = builder.bitcast(values.at(arguments[1]), kind)
-    for line in range(signature.args[0].dtype.bitwidth // 8):
-        builder.call(instruction, [builder.gep(place, [ir.Constant(_WORD, line * _LINE_BYTES)]), *options])
+    # For reading; not into the first cache, whose few waiting places would fill up; data.
+    options = [ir.Constant(_INDEX, option) for option in (0, 2, 1)]
+    instruction = external(builder, "llvm.prefetch.p0i8", ir.VoidType(), [kind, *(option.type for option in options)])
+    builder.call(instruction, [builder.bitcast(values.at(arguments[1]), kind), *options])
     return context.get_dummy_value()
 
 
@@ -145,4 +146,4 @@ def _prefetch(context: object, values: Any, start: object) -> tuple[Any, Any]:  
 
 
 prefetch = cast("Callable[[_Bits, np.uint64], None]", intrinsic(_prefetch))
-"""Have 64 elements from `start` on brought into the caches; they need not exist."""
+"""Have the `LANES_BYTES` around an element brought into a cache; it need not exist."""

@@ -66,8 +66,9 @@ def test_ranks_are_what_their_definition_says(case):
 def test_places_lead_back(case):
     segment, base, changes = case
     ranks = ranks_of(*case)
-    positions, order = places_of(segment, base, ranks.counts, ranks.gaps)
+    positions, order, old = places_of(segment, base, ranks.counts, ranks.gaps)
     assert positions.tolist() == changes.positions.tolist()
+    assert old.tolist() == changes.old.tolist()
     assert ranks.order[order].tolist() == list(range(positions.size))
 
 
@@ -79,7 +80,7 @@ def test_a_gap_behind_the_last_element_finds_no_place(case, beyond):
     members = int((Classes.of(segment.dtype)(base) == last).sum())
     gaps = ranks.gaps.copy()
     gaps[-1] += np.uint32(members + beyond)
-    positions, _ = places_of(segment, base, ranks.counts, gaps)
+    positions, _, _ = places_of(segment, base, ranks.counts, gaps)
     assert positions.size < changes.positions.size
     assert (positions < segment.size).all()
 
