@@ -8,6 +8,7 @@ from deltabus.bus.errors import SchemaMismatchError, UsageError
 
 from .changes import SegmentChanges
 from .held import Held, fits
+from .kernels import compare
 from .schema import Segment
 
 __all__ = ["check_base", "check_changes"]
@@ -27,10 +28,11 @@ def check_changes(segment: Segment, changes: SegmentChanges) -> None:
             "positions inside it and equally many bits, old and new, not "
             f"{', '.join(f'{each.dtype} {each.shape}' for each in (positions, old, new))}"
         )
-    if (positions[1:] <= positions[:-1]).any():
+    wrong = compare.first_malformed(positions, old, new, segment.size)
+    if wrong >= 0:
+        if old[wrong] == new[wrong]:
+            raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
         raise UsageError(f"the changes of segment {segment.index} are not in order of position; sort them")
-    if (old == new).any():
-        raise UsageError(f"an element among the changes of segment {segment.index} does not change; leave it out")
 
 
 def check_base(segment: Segment, base: Held) -> None:

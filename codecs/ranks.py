@@ -25,7 +25,10 @@ __all__ = ["Classes", "Places", "Ranks", "places_of", "ranks_of"]
 
 _MOST_CLASS_BITS = 8
 
-_RARE = 2.0**-11
+_SPARSELY = 8
+"""A sample that tells frequent classes may be so much smaller than one that sizes are estimated by."""
+
+_RARE = 2.0**-10
 """The share of elements up to which a class needs no column: it costs as much as looking at so many elements."""
 
 
@@ -143,8 +146,8 @@ def _columns(classed: Classes, base: Bits) -> Columns:
 
     A run of exponents, as trained weights have them, and one beside it: many weights may be zero.
     """
-    frequency = np.bincount(classed(sampled(base)), minlength=classes.CLASSES)
-    choices = (_run_and_single(frequency, int(leave)) for leave in (-1, np.argmax(frequency)))
+    frequency = np.bincount(classed(sampled(base)[::_SPARSELY]), minlength=classes.CLASSES)
+    choices = [_run_and_single(frequency, leave) for leave in (None, int(np.argmax(frequency)))]
     _, first, width, single = max(choices)
     of = np.full(classes.CLASSES, NO_COLUMN, np.uint8)
     of[first : first + width] = np.arange(width)
@@ -152,13 +155,13 @@ def _columns(classed: Classes, base: Bits) -> Columns:
     return Columns(*classed, np.uint8(first), np.uint8(width), np.uint8(single), of)
 
 
-def _run_and_single(frequency: npt.NDArray[np.int64], leave: int) -> tuple[int, int, int, int]:
+def _run_and_single(frequency: npt.NDArray[np.int64], leave: int | None) -> tuple[int, int, int, int]:
     """Return the run of classes with most elements of all but one, and the most frequent class outside of it.
 
     Returns how many elements these have, the run's first class, its width, and the class outside.
     """
     rest = frequency.copy()
-    if leave >= 0:
+    if leave is not None:
         rest[leave] = 0
     sums = np.concatenate(([0], np.cumsum(rest)))
     first = int(np.argmax(sums[SINGLE_COLUMN:] - sums[:-SINGLE_COLUMN]))

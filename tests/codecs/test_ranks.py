@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from deltabus.bus.errors import UsageError
 from deltabus.codecs.changes import SegmentChanges
 from deltabus.codecs.dtypes import by_name
-from deltabus.codecs.ranks import Classes, places_of, ranks_of
+from deltabus.codecs.kernels.columns import NO_COLUMN
+from deltabus.codecs.ranks import Classes, _columns, places_of, ranks_of
 from deltabus.codecs.schema import Piece, Segment
 
 TILE = 4096
@@ -91,3 +92,13 @@ def test_another_base_is_refused():
     changes = SegmentChanges(np.array([3], np.uint32), np.array([7], np.uint16), np.array([8], np.uint16))
     with pytest.raises(UsageError, match="element 3"):
         ranks_of(segment, base, changes)
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.95])
+def test_nearly_all_trained_weights_are_counted_together(zeros):
+    random = np.random.default_rng(1)
+    weights = random.standard_normal(1 << 18).astype(np.float32) * np.float32(0.02)
+    weights[random.random(weights.size) < zeros] = 0
+    base = (weights.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    classed = Classes.of(by_name("BF16"))
+    assert np.mean(_columns(classed, base).of[classed(base)] == NO_COLUMN) < 0.005
