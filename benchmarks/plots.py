@@ -95,7 +95,8 @@ def _times(results: Results) -> Figure:
     figure = Figure(figsize=(11, 8), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(1, 3))
     way = results.end_to_end
-    _stack(above, {"full checkpoint": way.full_stages, "deltabus": way.stages})
+    checkpoints = {f"checkpoint {place}": checkpoint.stages for place, checkpoint in reversed(way.checkpoints.items())}
+    _stack(above, checkpoints | {"deltabus": way.stages})
     above.set(xlabel="seconds", title=f"Trainer to engine, {way.total / 1e6:.0f} M elements, two processes, local disk")
     stages = {each.name: each.stages for each in reversed(results.whole.rows)}
     _stack(below, stages)

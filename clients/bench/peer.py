@@ -33,9 +33,11 @@ from deltabus.codecs.changes import Bits
 from deltabus.codecs.schema import Schema
 from deltabus.publisher import Publisher
 from deltabus.subscriber import Subscriber
+from deltabus.transports.atomic import sync_directory
 from deltabus.update import Update
 
 from .memory import memory_now, memory_peak, reset_memory_peak
+from .page_cache import drop_pages, fetched
 from .source import Source, load_pair, schema_of, warm_pair
 from .states import Weights, chunks
 
@@ -126,9 +128,15 @@ class Trainer(Side):
 
     def flush(self, path: str) -> Answer:
         """Make a saved model durable, as deltabus does with all that it stores."""
+        saved = Path(path)
         start = time.monotonic()
-        with Path(path).open("rb") as file:
+        with saved.open("rb") as file:
             os.fsync(file.fileno())
+        folder = os.open(saved.parent, os.O_RDONLY)
+        try:
+            sync_directory(folder)
+        finally:
+            os.close(folder)
         return {"flush": time.monotonic() - start}
 
     def memcpy(self) -> Answer:
@@ -159,6 +167,7 @@ class Trainer(Side):
             "durable": time.monotonic() - called,
             "nbytes": published.nbytes,
             "parts": [blob.size for blob in published.message.blobs],
+            "keys": [blob.key for blob in published.message.blobs],
             "changed": published.changed,
             "seconds": dict(published.seconds),
         }
@@ -213,6 +222,27 @@ class Engine(Side):
             for name, tensor in loaded.items():
                 self.tensors[name].copy_(tensor)
         return {"load": between - start, "copy": time.monotonic() - between, "applied": time.monotonic()}
+
+    def load_from_disk(self, path: str) -> Answer:
+        """Do the same with a checkpoint that is durable, and say whether it really came from the disk."""
+        drop_pages(Path(path))
+        answer, from_disk = fetched(lambda: self.load(path), Path(path).stat().st_size)
+        return answer | {"from_disk": from_disk}
+
+    def reread(self, *paths: str) -> Answer:
+        """Read files that are durable again, from the disk, and say whether they really came from there."""
+        files = [Path(path) for path in paths]
+        for file in files:
+            drop_pages(file)
+
+        def read() -> float:
+            start = time.monotonic()
+            for file in files:
+                file.read_bytes()
+            return time.monotonic() - start
+
+        seconds, from_disk = fetched(read, sum(file.stat().st_size for file in files))
+        return {"reread": seconds, "from_disk": from_disk}
 
     def close(self) -> Answer:
         """Close the subscriber; another thread that waits in `next` for it gets an error."""

@@ -11,7 +11,7 @@ import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .end_to_end import EndToEnd
+from .end_to_end import DISK, EndToEnd
 from .timing import PairFigures
 
 __all__ = [
@@ -114,11 +114,11 @@ def stages_table(way: EndToEnd, *, where: str) -> Table:
     """Return how long each stage from the trainer to the engine takes; `where` says between what."""
     seconds = {f"deltabus: {stage}": value for stage, value in way.stages.items()}
     seconds["deltabus: `publish` -> applied"] = way.applied
-    seconds |= {f"checkpoint: {stage}": value for stage, value in way.full_stages.items()}
-    if way.full is not None:
-        seconds["checkpoint: `save_file` -> copied"] = way.full
-    if way.flush is not None:
-        seconds["checkpoint: made durable"] = way.flush
+    for place, checkpoint in way.checkpoints.items():
+        seconds |= {f"checkpoint {place}: {stage}": value for stage, value in checkpoint.stages.items()}
+        seconds[f"checkpoint {place}: `save_file` -> copied"] = checkpoint.whole
+    if way.reread is not None:
+        seconds["files of a step, read from the disk"] = way.reread
     seconds["first state: `publish` -> durable"] = way.anchor_up
     seconds["first state: `publish` -> applied"] = way.newcomer
     seconds["a newcomer: opened -> applied"] = way.anchor_down
@@ -134,15 +134,15 @@ def ratios_table(way: EndToEnd) -> Table:
         ("bytes of a step / of the state", _percent(way.nbytes, way.model)),
         ("bytes of an anchor / of the state", _percent(way.anchor, way.model)),
     ]
-    if way.full is not None:
-        rows += [
-            ("`publish` blocks / saving the state", _percent(way.stages["blocked"], way.full_stages["save"])),
-            ("`apply` pauses the engine / loading the state", _percent(way.stages["apply"], way.loading)),
-            ("checkpoint: save to copied / `publish` to applied", f"{ratio_text(way.full, way.applied, 1)} times"),
-        ]
-    if way.full is not None and way.flush is not None:
-        durable = ratio_text(way.full + way.flush, way.applied, 1)
-        rows.append(("checkpoint that is made durable: save to copied / `publish` to applied", f"{durable} times"))
+    if way.cached is not None:
+        rows.append(("`publish` blocks / saving the state", _percent(way.stages["blocked"], way.cached.stages["save"])))
+    for place, checkpoint in way.checkpoints.items():
+        pause = _percent(way.stages["apply"], checkpoint.loading)
+        times = ratio_text(checkpoint.whole, checkpoint.applied, 1)
+        rows.append((f"`apply` pauses the engine / loading a checkpoint {place}", pause))
+        rows.append((f"checkpoint {place}: save to copied / `publish` to applied", f"{times} times"))
+    if way.left_out:
+        rows.append((f"checkpoint {DISK}: {way.left_out}", "left out"))
     if way.plain is not None:
         whole = way.model / way.plain.put + way.model / way.plain.get
         rows.append(
@@ -181,5 +181,5 @@ def machine_table(machine: dict[str, str], *, command: str, seconds: float) -> T
     return Table("Machine", ("", ""), rows)
 
 
-def _percent(part: float, whole: float | None) -> str:
+def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.2%}" if whole else "-"

@@ -9,6 +9,7 @@ from report import fill_page, fill_readme, goals_table, tables
 from results import RealRun, Results, combine, goals, published, row
 from wire import _exact, _write_docs
 
+from deltabus.bench.end_to_end import Checkpoint
 from deltabus.bench.rows import AUTOMATIC
 from deltabus.codecs.encodings import ENCODINGS
 
@@ -55,14 +56,35 @@ def test_one_wrong_bit_makes_the_run_fail(quick):
     assert not _exact(dataclasses.replace(results, end_to_end=dataclasses.replace(results.end_to_end, exact=False)))
 
 
-def test_goals_that_are_missed_say_so(quick):
+def test_goals_are_held_against_each_checkpoint_and_say_so_when_they_are_missed(quick):
     results, _ = quick
-    way = dataclasses.replace(results.end_to_end, full=1.0, applied=0.2)
-    (slow,) = [g for g in goals(dataclasses.replace(results, end_to_end=way)) if "full checkpoint" in g.what]
-    assert (slow.met, slow.reached) == (False, "5.00")
-    way = dataclasses.replace(way, applied=0.1)
-    (fast,) = [g for g in goals(dataclasses.replace(results, end_to_end=way)) if "full checkpoint" in g.what]
-    assert (fast.met, fast.reached) == (True, "10.00")
+    stages = results.end_to_end.stages | {"apply": 0.01}
+    durable = Checkpoint(12.0, {"save": 1.0, "flush": 5.0, "load": 1.0, "copy": 5.0}, 0.25)
+    cached = Checkpoint(1.0, {"save": 0.85, "load": 0.05, "copy": 0.1}, 0.2)
+    way = dataclasses.replace(results.end_to_end, stages=stages, durable=durable, cached=cached, left_out="")
+    assert _against_checkpoints(results, way) == {
+        "`apply`: share of loading a full checkpoint made durable and read from the disk": ("0.00", True),
+        "`apply`: share of loading a full checkpoint through the page cache": ("0.07", False),
+        "publish -> applied: times as fast as a full checkpoint made durable and read from the disk": ("48.00", True),
+        "publish -> applied: times as fast as a full checkpoint through the page cache": ("5.00", False),
+    }
+
+
+def test_goals_against_a_checkpoint_that_was_left_out_are_not_met(quick):
+    results, text = quick
+    way = dataclasses.replace(results.end_to_end, durable=None, reread=None, left_out="no disk")
+    found = _against_checkpoints(results, way)
+    assert [each for what, each in found.items() if "from the disk" in what] == [("not measured", False)] * 2
+    assert all(reached != "not measured" for what, (reached, _) in found.items() if "page cache" in what)
+    rows = [row for table in tables(dataclasses.replace(results, end_to_end=way)) for row in table.rows]
+    assert ("checkpoint on the disk: no disk", "left out") in rows
+    assert not [row for row in rows if row[0].startswith("checkpoint on the disk: save")]
+    assert text.count("not measured") == (0 if results.end_to_end.durable else 2)
+
+
+def _against_checkpoints(results, way):
+    found = goals(dataclasses.replace(results, end_to_end=way))
+    return {goal.what: (goal.reached, goal.met) for goal in found if "full checkpoint" in goal.what}
 
 
 def test_goals_say_whether_time_goes_with_the_changes(quick):
