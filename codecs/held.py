@@ -23,8 +23,8 @@ __all__ = [
     "copied",
     "copy_into",
     "differing",
-    "first_not_holding",
     "fits",
+    "replace",
     "sampled",
     "scatter",
     "sum_run",
@@ -90,15 +90,24 @@ def scatter(held: Held, positions: npt.NDArray[np.uint32], values: Bits) -> None
         compare.scatter(held, positions, values, 0)
 
 
-def first_not_holding(held: Held, positions: npt.NDArray[np.uint32], expected: Bits) -> int:
-    """Return the first `k` with `held[positions[k]] != expected[k]`, or -1.
+def replace(held: Held, change: SegmentChanges, done: npt.NDArray[np.bool_], number: int) -> int:
+    """Write a segment's changes where their old bits lie, and set `done[number]`: all or nothing.
+
+    Wherever it is interrupted, `done` tells whether to take the changes back.
+
+    Returns:
+        -1, or the number of the first change that other bits were found for.
 
     Raises:
         StorageFullError: If a device has no memory for positions and bits.
     """
-    if isinstance(held, Tensor):
-        return on_device.first_not_holding(held, positions, expected)
-    return int(compare.first_not_holding(held, positions, expected, 0))
+    if not isinstance(held, Tensor):
+        return int(compare.replace(held, change.positions, change.old, change.new, done, number))
+    wrong = on_device.first_not_holding(held, change.positions, change.old)
+    if wrong < 0:
+        done[number] = True
+        on_device.scatter(held, change.positions, change.new)
+    return wrong
 
 
 def differing(held: Held, live: Held) -> Differing:

@@ -16,7 +16,7 @@ from deltabus.bus.errors import UsageError
 from . import on_device
 from .changes import Bits, SegmentChanges
 from .dtypes import DType, Order
-from .held import Held, first_not_holding, sampled, take
+from .held import Held, sampled, take
 from .kernels import classes
 from .kernels.columns import NO_COLUMN, SINGLE_COLUMN, Columns
 from .schema import Segment
@@ -101,7 +101,7 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
     classed, count = Classes.of(segment.dtype), changes.positions.size
     positions, old = (np.ascontiguousarray(each) for each in (changes.positions, changes.old))
     if isinstance(base, Tensor):
-        _check(segment, positions, first_not_holding(base, positions, old))
+        _check(segment, positions, on_device.first_not_holding(base, positions, old))
         return Ranks(*on_device.count_between(base, positions, int(classed.shift), int(classed.mask)))
     counts, order, gaps = np.zeros(classed.number, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32)
     columns = _columns(classed, base)

@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from . import dtypes, on_device
 from .ahead import in_order
 from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
-from .held import Held, copied, copy_into, differing, first_not_holding, fits, scatter, take
+from .held import Held, copied, copy_into, differing, fits, replace, scatter, take
 from .schema import Schema
 from .state import State
 
@@ -126,34 +127,39 @@ class Shadow:
         """
         check_same_schema(self.schema, changes.schema)
         validate(changes)
+        numbered = list(enumerate(changes.segments.items()))
+        done = np.zeros(len(numbered), np.bool_)
         with self._writing:
-            for _ in in_order(self._check, changes.segments.items(), pool=pool, ahead=_AHEAD):
-                pass
             try:
-                for _ in in_order(self._write, changes.segments.items(), pool=pool, ahead=_AHEAD):
+                for _ in in_order(partial(self._write, done), numbered, pool=pool, ahead=_AHEAD):
                     pass
             except BaseException:
                 # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
-                for index, change in changes.segments.items():
-                    with self._locks[index]:
-                        scatter(self._bits[index], change.positions, change.old)
+                for number, (index, change) in numbered:
+                    if done[number]:
+                        with self._locks[index]:
+                            scatter(self._bits[index], change.positions, change.old)
                 raise
 
-    def _check(self, item: tuple[int, SegmentChanges]) -> None:
-        index, change = item
+    def _write(self, done: npt.NDArray[np.bool_], numbered: tuple[int, tuple[int, SegmentChanges]]) -> None:
+        number, (index, change) = numbered
         bits = self._bits[index]
-        wrong = first_not_holding(bits, change.positions, change.old)
-        if wrong >= 0:
-            position, expected = int(change.positions[wrong]), int(change.old[wrong])
-            held = int(take(bits, change.positions[wrong : wrong + 1])[0])
-            raise diverged(self.schema, index, position, held=held, expected=expected)
-
-    def _write(self, item: tuple[int, SegmentChanges]) -> None:
-        index, change = item
         with self._locks[index]:
-            for snapshot in self._snapshots:
-                snapshot._note(index, change)
-            scatter(self._bits[index], change.positions, change.new)
+            try:
+                wrong = replace(bits, change, done, number)
+                if wrong < 0:
+                    for snapshot in self._snapshots:
+                        snapshot._note(index, change)
+            except BaseException:
+                # Before anybody can read a snapshot that does not know of the change.
+                if done[number]:
+                    scatter(bits, change.positions, change.old)
+                raise
+        if wrong < 0:
+            return
+        position, expected = int(change.positions[wrong]), int(change.old[wrong])
+        held = int(take(bits, change.positions[wrong : wrong + 1])[0])
+        raise diverged(self.schema, index, position, held=held, expected=expected)
 
     def load(self, index: int, bits: Held) -> None:
         """Replace a segment's bits by a copy of these.
@@ -290,21 +296,22 @@ class Snapshot:
         self._later, self._kept = {}, {}
 
     def _note(self, index: int, change: SegmentChanges) -> None:
-        """Remember a change that is about to be made; the segment's lock is held."""
+        """Remember a change that was just made; the segment's lock is held."""
         if index in self._kept:
             return
         later = self._later.setdefault(index, [])
-        if sum(kept.nbytes for kept in later) + change.nbytes > self._shadow._bits[index].nbytes:
+        later.append(change)
+        if sum(kept.nbytes for kept in later) > self._shadow._bits[index].nbytes:
             self._keep(index)
-        else:
-            later.append(change)
 
     def _keep(self, index: int) -> None:
         """Copy a segment as it was; the segment's lock is held."""
         if index not in self._kept:
             bits = copied(self._shadow._bits[index])
-            _undo(bits, tuple(self._later.pop(index, ())))
+            _undo(bits, tuple(self._later.get(index, ())))
+            # In this order: an interrupt may leave both, which leads to the same bits, but not neither.
             self._kept[index] = bits
+            self._later.pop(index, None)
 
 
 def _copied(bits: Held, scratch: Scratch | None) -> Held:

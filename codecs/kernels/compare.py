@@ -17,6 +17,7 @@ __all__ = [
     "first_malformed",
     "first_not_holding",
     "merge",
+    "replace",
     "room",
     "scatter",
 ]
@@ -87,7 +88,7 @@ def find_differing(  # noqa: PLR0917 - compiled functions take their arguments b
 
 
 @kernel
-def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: _Bits, origin: int) -> int:
+def first_not_holding(bits: _Bits, positions: _U32, expected: _Bits, origin: int) -> int:
     """Return the first `k` with `bits[positions[k] - origin] != expected[k]`, or -1."""
     first, last = np.uint64(origin), positions.size - 1
     for k in range(positions.size):
@@ -98,7 +99,7 @@ def first_not_holding(bits: _Bits, positions: npt.NDArray[np.uint32], expected: 
 
 
 @kernel
-def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits, origin: int) -> None:
+def scatter(bits: _Bits, positions: _U32, values: _Bits, origin: int) -> None:
     """Set `bits[positions[k] - origin] = values[k]` for all `k`."""
     first = np.uint64(origin)
     for k in range(positions.size):
@@ -106,7 +107,28 @@ def scatter(bits: _Bits, positions: npt.NDArray[np.uint32], values: _Bits, origi
 
 
 @kernel
-def first_malformed(positions: npt.NDArray[np.uint32], old: _Bits, new: _Bits, size: int) -> int:
+def replace(  # noqa: PLR0917 - compiled functions take their arguments by place
+    bits: _Bits, positions: _U32, old: _Bits, new: _Bits, done: npt.NDArray[np.bool_], number: int
+) -> int:
+    """Set `bits[positions[k]]` from `old[k]` to `new[k]` for all `k`, and then `done[number]`: all or nothing.
+
+    No position occurs twice. Returns -1, or the first `k` that other bits were found for.
+    """
+    last = positions.size - 1
+    for k in range(positions.size):
+        prefetch(bits, np.uint64(positions[min(k + _AHEAD, last)]))
+        at = np.uint64(positions[k])
+        if bits[at] != old[k]:
+            for before in range(k):
+                bits[np.uint64(positions[before])] = old[before]
+            return k
+        bits[at] = new[k]
+    done[number] = True
+    return -1
+
+
+@kernel
+def first_malformed(positions: _U32, old: _Bits, new: _Bits, size: int) -> int:
     """Return the first `k` whose position is not above the one before, or not below `size`, or that does not change.
 
     Or -1 when there is none.

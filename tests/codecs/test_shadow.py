@@ -21,6 +21,8 @@ from deltabus.codecs.kernels import compare
 from deltabus.codecs.shadow import Scratch, Shadow, capture
 from deltabus.codecs.state import as_integers, collect
 
+from ..clients.interrupts import Steps
+
 
 def model(seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -134,6 +136,60 @@ def test_advance_is_all_or_nothing():
     assert copy_of(shadow) == [[0] * 4] * 2
 
 
+@given(st.data())
+def test_advance_is_all_or_nothing_whatever_does_not_fit(data):
+    shadow = bytes_shadow(data.draw(st.integers(1, 700)), 300)
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    before, after, changed = copy_of(shadow), copy_of(shadow), {}
+    for segment in shadow.schema.segments:
+        positions = np.flatnonzero(random.random(segment.size) < 0.5).astype(np.uint32)
+        if positions.size:
+            old = np.zeros(positions.size, np.uint8)
+            changed[segment.index] = SegmentChanges(positions, old, old + np.uint8(1))
+        for at in positions:
+            after[segment.index][at] = 1
+    wrong = data.draw(st.sampled_from([None, *changed]))
+    if wrong is not None:
+        changed[wrong].old[random.integers(changed[wrong].old.size)] = 9
+    with ThreadPoolExecutor(2) as threads, shadow.snapshot() as snapshot:
+        pool = data.draw(st.sampled_from([threads, None]))
+        if wrong is None:
+            shadow.advance(Changes(shadow.schema, changed), pool=pool)
+        else:
+            with pytest.raises(DivergedError):
+                shadow.advance(Changes(shadow.schema, changed), pool=pool)
+        assert copy_of(shadow) == (after if wrong is None else before)
+        assert copy_of(snapshot) == before
+
+
+def test_an_advance_may_be_interrupted_anywhere():
+    changes = {0: one(5, 0, 1), 1: one(6, 0, 2)}
+    old, new = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8) + np.uint8(10)
+    old[6] = 2
+    # The second is too much to be noted: a copy is kept.
+    later = {0: one(7, 0, 3), 1: SegmentChanges(np.arange(64, dtype=np.uint32), old, new)}
+    at, count, outcomes = 0, 1, set()
+    while at <= count:
+        shadow = bytes_shadow(128, 64)
+        start = copy_of(shadow)
+        first = shadow.snapshot()
+        shadow.advance(Changes(shadow.schema, changes))
+        second, middle = shadow.snapshot(), copy_of(shadow)
+        try:
+            with Steps(at) as steps:
+                shadow.advance(Changes(shadow.schema, later))
+        except KeyboardInterrupt:
+            pass
+        count = max(count, steps.count)
+        outcomes.add(copy_of(shadow) == middle)
+        assert copy_of(shadow) in (middle, [middle[0][:7] + [3] + [0] * 56, new.tolist()])
+        assert copy_of(first) == start
+        assert copy_of(second) == middle
+        at += 1
+    assert outcomes == {True, False}
+    assert count > 20
+
+
 def test_nothing_is_applied_twice():
     shadow = bytes_shadow()
     changes = Changes(shadow.schema, {0: one(1, 0, 1)})
@@ -153,16 +209,17 @@ def test_malformed_and_foreign_changes_are_refused():
 
 def test_an_interrupted_advance_is_taken_back(monkeypatch):
     shadow = bytes_shadow()
-    real, calls = compare.scatter, []
+    real, calls = compare.replace, []
 
-    def scatter(*arguments):
+    def replace(*arguments):
         calls.append(1)
-        real(*arguments)
+        wrong = real(*arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
+        return wrong
 
     snapshot = shadow.snapshot()
-    monkeypatch.setattr(compare, "scatter", scatter)
+    monkeypatch.setattr(compare, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         shadow.advance(Changes(shadow.schema, {0: one(1, 0, 1), 1: one(2, 0, 6)}))
     assert copy_of(shadow) == copy_of(snapshot) == [[0] * 4] * 2
