@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from deltabus.bus.errors import UsageError
 
@@ -41,9 +42,6 @@ _MOST_STRETCHES = 16
 _REDUNDANCY = 1.015
 """What adapting takes beyond the entropy, as measured on training steps."""
 
-_MOST_LENGTH = 64
-"""Bits of the largest magnitude."""
-
 _CLASS_BYTES = 3
 """What the count and the first two parameters of a class take, about."""
 
@@ -66,21 +64,18 @@ class Conditional:
         classed, count = Classes.of(segment.dtype), changes.positions.size
         stretches = min(max(count // _CHANGES_IN_STRETCH, 1), _MOST_STRETCHES)
         changed, held = (np.zeros((stretches, classes.CLASSES)) for _ in range(2))
-        magnitudes = np.zeros((_MOST_LENGTH + 1, classes.CLASSES))
+        magnitudes = np.zeros((segment.dtype.size * 8 + 1, classes.CLASSES))
         positions, old, new = changes.positions, changes.old, changes.new
         stride, masks = thinning(count), masks_of(segment.dtype.bits, segment.dtype.order)
         beyond_first = sampling.count_changed(
             positions, old, new, stride, segment.size, *classed, *masks, changed, magnitudes
         )
-        weight = count / -(-count // stride)
-        changed *= weight
-        sample = np.ascontiguousarray(sampled(base))
-        sampling.count_held(sample, *classed, held)
-        held *= segment.size / sample.size
-        bits = _entropy(np.stack((changed, np.maximum(held - changed, 0))))
-        bits += (_entropy(magnitudes) + beyond_first) * weight
-        bits = _REDUNDANCY * bits + count
-        return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.sum(axis=0)))
+        sample, apart = (sampled(base), 1) if isinstance(base, Tensor) else (base, thinning(segment.size))
+        sampling.count_held(sample, apart, *classed, held)
+        weight, weight_held = count / changed.sum(), segment.size / held.sum()
+        bits = sampling.entropy_of_choice(changed, weight, held, weight_held)
+        bits = _REDUNDANCY * (bits + weight * (sampling.entropy(magnitudes) + beyond_first)) + count
+        return _LENGTH_BYTES + int(bits) // 8 + _CLASS_BYTES * int(np.count_nonzero(changed.any(axis=0)))
 
     def encode(self, segment: Segment, changes: SegmentChanges, base: Held | None = None) -> bytes:
         """Return the changes' bytes.
@@ -194,8 +189,3 @@ def _signs(cursor: Cursor, tail: npt.NDArray[np.uint8], bits: int, count: int) -
     if (bits % 8 and tail[stop - 1] >> bits % 8) or (count % 8 and signs[-1] >> count % 8):
         raise cursor.corrupt("has bits behind its last change")
     return np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
-
-
-def _entropy(counts: npt.NDArray[np.float64]) -> float:
-    """Return the bits that it takes to say in which row each one is, given its column, by how many are where."""
-    return sampling.sum_of_logarithms(counts.sum(axis=0).ravel()) - sampling.sum_of_logarithms(counts.ravel())

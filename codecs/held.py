@@ -23,6 +23,7 @@ __all__ = [
     "copied",
     "copy_into",
     "differing",
+    "first_not_holding",
     "fits",
     "replace",
     "sampled",
@@ -108,6 +109,17 @@ def replace(held: Held, change: SegmentChanges, done: npt.NDArray[np.bool_], num
         done[number] = True
         on_device.scatter(held, change.positions, change.new)
     return wrong
+
+
+def first_not_holding(held: Held, positions: npt.NDArray[np.uint32], expected: Bits) -> int:
+    """Return the first `k` with `held[positions[k]] != expected[k]`, or -1.
+
+    Raises:
+        StorageFullError: If a device has no memory for positions and bits.
+    """
+    if isinstance(held, Tensor):
+        return on_device.first_not_holding(held, positions, expected)
+    return int(compare.first_not_holding(held, positions, expected, 0))
 
 
 def differing(held: Held, live: Held) -> Differing:

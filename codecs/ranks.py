@@ -16,7 +16,7 @@ from deltabus.bus.errors import UsageError
 from . import on_device
 from .changes import Bits, SegmentChanges
 from .dtypes import DType, Order
-from .held import Held, sampled, take
+from .held import Held, first_not_holding, sampled, take
 from .kernels import classes
 from .kernels.columns import NO_COLUMN, SINGLE_COLUMN, Columns
 from .schema import Segment
@@ -28,8 +28,8 @@ _MOST_CLASS_BITS = 8
 _SPARSELY = 8
 """A sample that tells frequent classes may be so much smaller than one that sizes are estimated by."""
 
-_RARE = 2.0**-10
-"""The share of elements up to which a class needs no column: it costs as much as looking at so many elements."""
+_BELOW = 3
+"""Classes below the lowest that a sample meets: of small weights there are half as many with each exponent."""
 
 
 class Classes(NamedTuple):
@@ -101,7 +101,7 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
     classed, count = Classes.of(segment.dtype), changes.positions.size
     positions, old = (np.ascontiguousarray(each) for each in (changes.positions, changes.old))
     if isinstance(base, Tensor):
-        _check(segment, positions, on_device.first_not_holding(base, positions, old))
+        _check(segment, positions, first_not_holding(base, positions, old))
         return Ranks(*on_device.count_between(base, positions, int(classed.shift), int(classed.mask)))
     counts, order, gaps = np.zeros(classed.number, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32)
     columns = _columns(classed, base)
@@ -166,11 +166,11 @@ def _run_and_single(frequency: npt.NDArray[np.int64], leave: int | None) -> tupl
     sums = np.concatenate(([0], np.cumsum(rest)))
     first = int(np.argmax(sums[SINGLE_COLUMN:] - sums[:-SINGLE_COLUMN]))
     last = first + SINGLE_COLUMN
-    few = rest.sum() * _RARE
-    while last - first > 1 and sums[first + 1] - sums[first] <= few:
-        first += 1
-    while last - first > 1 and sums[last] - sums[last - 1] <= few:
+    while last - first > 1 and not rest[last - 1]:
         last -= 1
+    while last - first > 1 and not rest[first]:
+        first += 1
+    first = max(first - _BELOW, last - SINGLE_COLUMN, 0)
     outside = frequency.copy()
     outside[first:last] = -1
     single = int(np.argmax(outside))

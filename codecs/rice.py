@@ -87,15 +87,9 @@ class PositionCode(NamedTuple):
     @staticmethod
     def estimate(positions: npt.NDArray[np.uint32]) -> int:
         """Return about how many bytes positions take, from the mean gap of each block; at least one position."""
-        ends = np.append(positions[kernels.GAPS_IN_BLOCK - 1 :: kernels.GAPS_IN_BLOCK], positions[-1]).astype(np.int64)
-        counts = np.full(ends.size, kernels.GAPS_IN_BLOCK)
-        counts[-1] = positions.size - (ends.size - 1) * kernels.GAPS_IN_BLOCK
-        if not counts[-1]:
-            ends, counts = ends[:-1], counts[:-1]
-        means = (np.diff(ends, prepend=-1) - counts) / counts
-        # The entropy of a geometric distribution of this mean, and what the code takes beyond it.
-        bits = np.log2(means + 1) + means * np.log2((means + 1) / np.maximum(means, 1e-9)) + _REDUNDANCY
-        return 1 + counts.size + _LENGTH_BYTES + int((counts * np.maximum(bits, 1.0)).sum()) // 8
+        blocks = -(-positions.size // kernels.GAPS_IN_BLOCK)
+        bits = kernels.estimate_bits(np.ascontiguousarray(positions), _REDUNDANCY)
+        return 1 + blocks + _LENGTH_BYTES + int(bits) // 8
 
     def encode(self) -> bytes:
         """Return the positions' bytes."""

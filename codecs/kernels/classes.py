@@ -72,6 +72,7 @@ class Room(NamedTuple):
         before: For each column and place in the rows, how many elements stand before that in the segment.
         found: For each word, which elements are found.
         found_before: For each word, how many are found before it in the tile.
+        listed: Some words of the tile.
         places: Of what is found in the tile, in no order.
         numbers: And the number of each.
         tables: Some tables by class or column.
@@ -82,6 +83,7 @@ class Room(NamedTuple):
     before: _U64
     found: _U64
     found_before: _U32
+    listed: _U32
     places: _U32
     numbers: _U32
     tables: _U64
@@ -94,6 +96,7 @@ def room() -> Room:
         np.zeros(NO_COLUMN * _WORDS, np.uint16),
         np.zeros(NO_COLUMN * _ROWS, np.uint64),
         np.zeros(_WORDS, np.uint64),
+        np.zeros(_WORDS, np.uint32),
         np.zeros(_WORDS, np.uint32),
         np.zeros(_TILE, np.uint32),
         np.zeros(_TILE, np.uint32),
@@ -174,6 +177,16 @@ def _upper(column: np.uint64) -> np.uint64:
 
 
 @inlined
+def _words_with_others(work: Room) -> int:
+    """List the words in which elements have no column; returns how many, without a branch that is mispredicted."""
+    some = 0
+    for word in range(_WORDS):
+        work.listed[some] = word
+        some += int(work.words[_FROM_OTHERS + _in_rows(np.uint64(word))] != _0)
+    return some
+
+
+@inlined
 def _class_of(bits: np.unsignedinteger, columns: Columns) -> np.uint64:
     its: np.uint64 = (np.uint64(bits) >> columns.shift) & columns.mask
     return its
@@ -188,7 +201,7 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
     Adds the changes of each class to `counts`; fills in the number of each change in the order of positions, class by
     class, and the gaps in the same order. Returns -1, or the number of a change that does not find its old bits.
     """
-    words, above, before, tables = work.words, work.above, work.before, work.tables
+    words, above, before, tables, listed = work.words, work.above, work.before, work.tables, work.listed
     passed, passed_others, after, slots = tables[0], tables[1], tables[2], tables[3]
     for bits_before in old:
         counts[_class_of(bits_before, columns)] += 1
@@ -198,7 +211,7 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
     while k < number:
         stop = start + _IN_TILE
         _tally(bits, start, columns, work, passed)
-        left, rest = _0, words[_OTHERS]
+        some, left, rest = _words_with_others(work), 0, _0
         while k < number and np.uint64(positions[k]) < stop:
             at, its = np.uint64(positions[k]), _class_of(old[k], columns)
             if bits[at] != old[k]:
@@ -211,12 +224,12 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
                 rank = before[(column << _3) + (at >> _9)] + np.uint64(above[(column << _6) + place])
                 rank += ones(members & ((_1 << (at & _LAST_BIT)) - _1))
             else:
+                # It is among the others itself, so that the list does not end before it.
                 while True:
                     if not rest:
-                        left += _1
-                        rest = words[_FROM_OTHERS + _in_rows(left)]
-                        continue
-                    other = (left << _6) + trailing_zeros(rest)
+                        rest = words[_FROM_OTHERS + _in_rows(np.uint64(listed[left]))]
+                        left += 1
+                    other = (np.uint64(listed[left - 1]) << _6) + trailing_zeros(rest)
                     if other >= at:
                         break
                     rest &= rest - _1
@@ -230,13 +243,13 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
             k += _1
         while True:
             while rest:
-                other = start + (left << _6) + trailing_zeros(rest)
+                other = start + (np.uint64(listed[left - 1]) << _6) + trailing_zeros(rest)
                 rest &= rest - _1
                 passed_others[_class_of(bits[other], columns)] += _1
-            left += _1
-            if left == _ALL_WORDS:
+            if left == some:
                 break
-            rest = words[_FROM_OTHERS + _in_rows(left)]
+            rest = words[_FROM_OTHERS + _in_rows(np.uint64(listed[left]))]
+            left += 1
         start = stop
     return -1
 
@@ -305,7 +318,7 @@ def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by pl
     Returns how many there are: fewer than gaps when a class has too few elements for its gaps.
     """
     words, above, before, tables = work.words, work.above, work.before, work.tables
-    found, places, numbers = work.found, work.places, work.numbers
+    found, places, numbers, listed = work.found, work.places, work.numbers, work.listed
     passed, target, slots, stops = tables[0], tables[1], tables[2], tables[3]
     end = _0
     for c in range(counts.size):
@@ -342,8 +355,9 @@ def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by pl
                 slot += _1
                 rank = rank + _1 + np.uint64(gaps[slot]) if slot < stop else _NEVER
             slots[its], target[its] = slot, rank
-        word = _0
-        while word < _ALL_WORDS:
+        some = _words_with_others(work)
+        for n in range(some):
+            word = np.uint64(listed[n])
             rest = words[_FROM_OTHERS + _in_rows(word)]
             while rest:
                 bit = trailing_zeros(rest)
@@ -361,7 +375,6 @@ def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by pl
                     slot += _1
                     slots[its] = slot
                     target[its] = np.uint64(gaps[slot]) if slot < stops[its] else _NEVER
-            word += _1
         filled = _put_in_order(bits, start, count, filled, work, positions, order, old)
         start += _IN_TILE
     return int(np.int64(filled))

@@ -101,8 +101,9 @@ def first_not_holding(bits: _Bits, positions: _U32, expected: _Bits, origin: int
 @kernel
 def scatter(bits: _Bits, positions: _U32, values: _Bits, origin: int) -> None:
     """Set `bits[positions[k] - origin] = values[k]` for all `k`."""
-    first = np.uint64(origin)
+    first, last = np.uint64(origin), positions.size - 1
     for k in range(positions.size):
+        prefetch(bits, np.uint64(positions[min(k + _AHEAD, last)]) - first)
         bits[np.uint64(positions[k]) - first] = values[k]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,7 @@ __all__ = [
     "Positions",
     "Words",
     "choose_parameters",
+    "estimate_bits",
     "read_gaps",
     "write_gaps",
 ]
@@ -35,6 +38,25 @@ _ZEROS = np.array(
 Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.uint32]
 Parameters = npt.NDArray[np.uint8]
+
+
+@kernel
+def estimate_bits(positions: Positions, redundancy: float) -> float:
+    """Return about how many bits gaps take, from the mean of each block.
+
+    It is the entropy of a geometric distribution of this mean, and what each code takes beyond it; at least one bit.
+    """
+    total, before = 0.0, -1
+    for start in range(0, positions.size, GAPS_IN_BLOCK):
+        stop = min(start + GAPS_IN_BLOCK, positions.size)
+        last, count = int(np.int64(positions[stop - 1])), stop - start
+        mean = (last - before - count) / count
+        bits = math.log2(mean + 1) + redundancy
+        if mean > 0:
+            bits += mean * math.log2((mean + 1) / mean)
+        total += count * max(bits, 1.0)
+        before = last
+    return total
 
 
 @kernel

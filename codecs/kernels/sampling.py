@@ -9,11 +9,15 @@ import numpy.typing as npt
 
 from . import inlined, loop
 from .steps import place_of
+from .words import prefetch
 
-__all__ = ["count_changed", "count_held", "sum_of_logarithms"]
+__all__ = ["count_changed", "count_held", "entropy", "entropy_of_choice"]
 
 _Bits = npt.NDArray[np.unsignedinteger]
 _Cells = npt.NDArray[np.float64]
+
+_AHEAD = 32
+"""Elements of a sample that are on their way to a cache, because each waits for memory."""
 
 # Typed constants: a Python int beside an unsigned number would turn an expression into floating-point arithmetic.
 _1 = np.uint64(1)
@@ -26,13 +30,15 @@ def _class_of(bits: np.unsignedinteger, shift: np.uint64, mask: np.uint64) -> np
 
 
 @loop
-def count_held(bits: _Bits, shift: np.uint64, mask: np.uint64, cells: _Cells) -> None:
+def count_held(bits: _Bits, stride: int, shift: np.uint64, mask: np.uint64, cells: _Cells) -> None:
     """Add 1 to the cell of each element's stretch and class: a row for each stretch, a column for each class.
 
-    The class of an element is `bits >> shift & mask`.
+    One element in `stride` counts. The class of one is `bits >> shift & mask`.
     """
-    for k in range(bits.size):
-        cells[k * cells.shape[0] // bits.size, _class_of(bits[k], shift, mask)] += 1.0
+    size = -(-bits.size // stride)
+    for k in range(size):
+        prefetch(bits, np.uint64((k + _AHEAD) * stride))
+        cells[k * cells.shape[0] // size, _class_of(bits[k * stride], shift, mask)] += 1.0
 
 
 @loop
@@ -69,11 +75,31 @@ def count_changed(  # noqa: PLR0917 - compiled functions take their arguments by
     return beyond_first
 
 
+@inlined
+def _times_logarithm(number: float) -> float:
+    return number * math.log2(number) if number > 0.0 else 0.0
+
+
 @loop
-def sum_of_logarithms(numbers: npt.NDArray[np.float64]) -> float:
-    """Return the sum of n log2 n."""
+def entropy(cells: _Cells) -> float:
+    """Return the bits that it takes to say in which row each one is, given its column, by how many are in each cell."""
     total = 0.0
-    for number in numbers:
-        if number > 0:
-            total += number * math.log2(number)
+    for column in range(cells.shape[1]):
+        together = 0.0
+        for row in range(cells.shape[0]):
+            together += cells[row, column]
+            total -= _times_logarithm(cells[row, column])
+        total += _times_logarithm(together)
+    return total
+
+
+@loop
+def entropy_of_choice(chosen: _Cells, weight: float, among: _Cells, weight_among: float) -> float:
+    """Return the bits that it takes to say which are chosen of those in each cell; each one counts so many times."""
+    total = 0.0
+    for row in range(chosen.shape[0]):
+        for column in range(chosen.shape[1]):
+            some = chosen[row, column] * weight
+            others = max(among[row, column] * weight_among - some, 0.0)
+            total += _times_logarithm(some + others) - _times_logarithm(some) - _times_logarithm(others)
     return total
