@@ -28,8 +28,8 @@ _MOST_CLASS_BITS = 8
 _SPARSELY = 8
 """A sample that tells frequent classes may be so much smaller than one that sizes are estimated by."""
 
-_BELOW = 3
-"""Classes below the lowest that a sample meets: of small weights there are half as many with each exponent."""
+_ABOVE, _BELOW = 1, 3
+"""Classes beside those that a sample meets: of small weights there are half as many with each exponent."""
 
 
 class Classes(NamedTuple):
@@ -170,6 +170,7 @@ def _run_and_single(frequency: npt.NDArray[np.int64], leave: int | None) -> tupl
         last -= 1
     while last - first > 1 and not rest[first]:
         first += 1
+    last = min(last + _ABOVE, classes.CLASSES)
     first = max(first - _BELOW, last - SINGLE_COLUMN, 0)
     outside = frequency.copy()
     outside[first:last] = -1

@@ -122,9 +122,8 @@ def _write_unary(  # noqa: PLR0917 - compiled functions take their arguments by 
 def _write_raw(value: np.uint64, bits: np.uint64, raw: _U64, at: np.uint64) -> np.uint64:
     word, shift = at >> _6, at & _63
     raw[word] |= value << shift
-    if shift + bits > _64:
-        # In two shifts, because none shifts by 64 bits.
-        raw[word + _1] |= (value >> (_63 - shift)) >> _1
+    # Without a branch, which would be mispredicted; in two shifts, because none shifts by 64 bits.
+    raw[word + _1] |= (value >> (_63 - shift)) >> _1
     return at + bits
 
 

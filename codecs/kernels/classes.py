@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from . import inlined, loop
 from .columns import NO_COLUMN, PLANES, SINGLE_COLUMN, Columns, count_both, write_planes
-from .words import LANES_BYTES, ones, prefetch, trailing_zeros
+from .words import CAN_DEPOSIT, LANES_BYTES, deposit, ones, prefetch, trailing_zeros
 
 __all__ = ["CLASSES", "Room", "count_between", "find_counted", "room"]
 
@@ -255,8 +255,14 @@ def count_between(  # noqa: PLR0912, PLR0917 - calls cost, and arguments go by p
 
 
 @inlined
-def _place_of(word: np.uint64, n: np.uint64) -> np.uint64:
-    """Return the place of the n-th bit that is one, from 0 (Vigna, "Broadword implementation of rank/select", 2008)."""
+def _nth_one(word: np.uint64, n: np.uint64) -> np.uint64:
+    """Return the place of the n-th bit that is one, from 0."""
+    return trailing_zeros(deposit(_1 << n, word)) if CAN_DEPOSIT else _nth_one_anywhere(word, n)
+
+
+@inlined
+def _nth_one_anywhere(word: np.uint64, n: np.uint64) -> np.uint64:
+    """Return the same on any processor (Vigna, "Broadword implementation of rank/select", 2008)."""
     sums = word - ((word >> _1) & _PAIRS)
     sums = (sums & _FOURS) + ((sums >> _2) & _FOURS)
     sums = ((sums + (sums >> _4)) & _EIGHTS) * _EACH_BYTE
@@ -347,7 +353,7 @@ def find_counted(  # noqa: PLR0915, PLR0917 - calls cost, and arguments go by pl
                 place = (np.uint64(np.uint64(above[row + lane + _32]) <= n) << _5) + lane
                 place += np.uint64(np.uint64(above[row + place + _16]) <= n) << _4
                 place += np.uint64(np.uint64(above[row + place + _8]) <= n) << _3
-                bit = _place_of(words[lower + place] & words[upper + place], n - np.uint64(above[row + place]))
+                bit = _nth_one(words[lower + place] & words[upper + place], n - np.uint64(above[row + place]))
                 word = (lane << _3) + (place >> _3)
                 found[word] |= _1 << bit
                 places[count], numbers[count] = np.uint32((word << _6) + bit), np.uint32(slot)

@@ -7,17 +7,20 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
 __all__ = [
+    "CAN_DEPOSIT",
     "LANES_BYTES",
     "Elements",
     "apart",
     "broadcast",
     "constant",
+    "deposit",
+    "external",
     "leading_zeros",
     "ones",
     "prefetch",
@@ -130,6 +133,23 @@ def external(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """Return a function of LLVM's, to be called."""
     functions: Any = cgutils
     return functions.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _deposited(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401
+    return builder.call(external(builder, "llvm.x86.bmi.pdep.64", _WORD, [_WORD, _WORD]), arguments)
+
+
+def _deposit(context: object, bits: object, places: object) -> tuple[Any, Any]:
+    return types.uint64(types.uint64, types.uint64), _deposited
+
+
+deposit = cast("Callable[[np.uint64, np.uint64], np.uint64]", intrinsic(_deposit))
+"""Return a number that has the lowest bits of one where the other has ones; only where `CAN_DEPOSIT`."""
+
+_FEATURES = binding.get_host_cpu_features()
+
+CAN_DEPOSIT = bool(_FEATURES.get("bmi2") and _FEATURES.get("avx512vl"))
+"""Whether the processor does that in an instruction, and fast, which older ones that have it do not."""
 
 
 def _prefetched(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401

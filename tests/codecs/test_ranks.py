@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from deltabus.bus.errors import UsageError
 from deltabus.codecs.changes import SegmentChanges
 from deltabus.codecs.dtypes import by_name
+from deltabus.codecs.kernels import classes
 from deltabus.codecs.kernels.columns import NO_COLUMN
 from deltabus.codecs.ranks import Classes, _columns, places_of, ranks_of
 from deltabus.codecs.schema import Piece, Segment
@@ -102,3 +103,15 @@ def test_nearly_all_trained_weights_are_counted_together(zeros):
     base = (weights.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     classed = Classes.of(by_name("BF16"))
     assert np.mean(_columns(classed, base).of[classed(base)] == NO_COLUMN) < 0.001
+
+
+@classes.loop
+def both_ways(word, n):
+    return classes._nth_one(word, n), classes._nth_one_anywhere(word, n)
+
+
+@given(st.integers(1, 2**64 - 1))
+def test_the_nth_one_of_a_word_is_found(word):
+    places = [place for place in range(64) if word >> place & 1]
+    for n, place in enumerate(places):
+        assert both_ways(np.uint64(word), np.uint64(n)) == (place, place)
