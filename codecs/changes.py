@@ -231,7 +231,7 @@ def find_differing(old: Bits, new: Bits) -> Differing:
 
 
 class Gathered:
-    """Where several pairs of arrays differ, one behind the other.
+    """Where several pairs of arrays differ, one behind the other; may be used again once that was taken.
 
     Args:
         dtype: Of the arrays.
@@ -273,9 +273,10 @@ class Gathered:
         self._work.filled[0] = end
 
     def taken(self) -> Differing:
-        """Return what was found, and give back the room that is left."""
-        self._found = Differing(*(each[: int(self._work.filled[0])].copy() for each in self._found))
-        return self._found
+        """Return what was found, and begin anew."""
+        found = Differing(*(each[: int(self._work.filled[0])].copy() for each in self._found))
+        self._work.filled[0] = 0
+        return found
 
     def changes(self) -> SegmentChanges | None:
         """Return what was found as the changes of a segment; None when nothing differs."""

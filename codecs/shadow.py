@@ -24,7 +24,7 @@ from .ahead import in_order
 from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
 from .held import Held, copied, copy_into, differing, fits, replace, scatter, take
-from .schema import Schema
+from .schema import Schema, Segment
 from .state import State
 
 __all__ = ["Allocate", "Scratch", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
@@ -343,10 +343,19 @@ def capture(
     check_same_schema(shadow.schema, state.schema)
     # The shadow's own schema object, because its segments are computed once and not anew for each captured state.
     schema = shadow.schema
+    of_thread = threading.local()
+
+    def gathered(segment: Segment) -> Gathered:
+        # The same for all segments that a thread compares: fresh memory is cleared by the system, page by page.
+        found: Gathered | None = getattr(of_thread, segment.dtype.name, None)
+        if found is None:
+            found = Gathered(segment.dtype.bits, segment.size)
+            setattr(of_thread, segment.dtype.name, found)
+        return found
 
     def compared(index: int) -> SegmentChanges | None:
         segment, held = schema.segments[index], shadow.read(index)
-        found = Gathered(segment.dtype.bits, segment.size)
+        found = gathered(segment)
         for piece in segment.pieces:
             if piece.tensor in skip:
                 continue
