@@ -30,7 +30,8 @@ from deltabus.codecs.container import Part, encode_anchor, encode_delta
 from deltabus.codecs.digest import advanced, digest_delta
 from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.schema import Schema
-from deltabus.codecs.shadow import Scratch, Snapshot
+from deltabus.codecs.scratch import Scratch
+from deltabus.codecs.shadow import Snapshot
 from deltabus.codecs.warming import warm_up
 
 from .events import Event, EventKind, Listener

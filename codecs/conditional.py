@@ -28,9 +28,12 @@ from .planes import thinning
 from .ranks import Classes, places_of, ranks_of
 from .rice import MAX_SIZE
 from .schema import Segment
+from .scratch import Scratch
 from .steps import Steps, advance, masks_of, steps_between
 
 __all__ = ["Conditional"]
+
+_SCRATCH = Scratch()
 
 _LENGTH_BYTES = 4
 _LEAST_ROOM = 8192
@@ -92,13 +95,16 @@ class Conditional:
         check_changes(segment, changes)
         base = _given(segment, base)
         check_base(segment, base)
-        counts, order, gaps = ranks_of(segment, base, changes)
+        counts, order, gaps = ranks_of(segment, base, changes, _SCRATCH)
         negative, beyond = steps_between(changes.old, changes.new, segment.dtype.order)
         # One width for all types, because the loops take seconds to compile.
-        magnitudes = beyond.astype(np.uint64)
+        magnitudes = _SCRATCH.array("magnitudes", beyond.size, np.uint64)
+        magnitudes[:] = beyond
         room = _LEAST_ROOM + gaps.size // 4
         while True:
-            code, raw = np.zeros(room, np.uint32), np.zeros(room, "<u8")
+            code, raw = (
+                _SCRATCH.array(name, room, kind, zeros=True) for name, kind in (("code", "u4"), ("raw", "<u8"))
+            )
             words, bits, low, span = adaptive.write_changes(counts, order, gaps, magnitudes, code, raw, *_contexts())
             if words != adaptive.NO_ROOM:
                 break
@@ -133,18 +139,21 @@ class Conditional:
         # Each change has a sign of one bit, so that the memory taken below is bounded by the data that is here.
         if not 0 < count <= min(segment.size, tail.size * 8):
             raise cursor.corrupt(f"claims {count if count >= 0 else 'no possible number of'} changes")
-        gaps, beyond = np.empty(count, np.uint32), np.empty(count, np.uint64)
+        gaps, beyond = (
+            _SCRATCH.array(*each) for each in (("gaps", count, np.uint32), ("magnitudes", count, np.uint64))
+        )
         limits = np.array([segment.size, 1 << segment.dtype.size * 8 - 1], np.uint64)
         if adaptive.read_changes(counts, code, raw, state, chances, used, limits, gaps, beyond):
             raise cursor.corrupt("holds gaps or steps that are out of range")
         if len(coded) > 4 * int(state[2]) or (len(coded) and not coded[-1]):
             raise cursor.corrupt("has code behind its last change")
         negative = _signs(cursor, tail, int(state[3]), count)
-        positions, order, old = places_of(segment, base, counts, gaps)
+        positions, order, old = places_of(segment, base, counts, gaps, _SCRATCH)
         if positions.size != count:
             lost = count - positions.size
             raise cursor.corrupt(f"has {count} changes, of which {lost} have no place in the state read")
-        steps = Steps(negative, beyond.take(order))
+        magnitudes = beyond.take(order, out=_SCRATCH.array("in order", count, np.uint64), mode="clip")
+        steps = Steps(negative, magnitudes)
         return SegmentChanges(positions, old, advance(old, steps, segment.dtype.order))
 
 

@@ -20,6 +20,7 @@ from .held import Held, first_not_holding, sampled, take
 from .kernels import classes
 from .kernels.columns import NO_COLUMN, SINGLE_COLUMN, Columns
 from .schema import Segment
+from .scratch import Scratch
 
 __all__ = ["Classes", "Places", "Ranks", "places_of", "ranks_of"]
 
@@ -86,13 +87,14 @@ class Places(NamedTuple):
     old: Bits
 
 
-def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
+def ranks_of(segment: Segment, base: Held, changes: SegmentChanges, scratch: Scratch) -> Ranks:
     """Return the ranks of changes among the elements of a segment.
 
     Args:
         segment: Where they belong.
         base: The bits of the whole segment before the changes, of its size and dtype.
         changes: In order of position, inside the segment.
+        scratch: Where the ranks may lie.
 
     Raises:
         UsageError: If the base does not hold the bits that a change starts from.
@@ -103,14 +105,17 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges) -> Ranks:
     if isinstance(base, Tensor):
         _check(segment, positions, first_not_holding(base, positions, old))
         return Ranks(*on_device.count_between(base, positions, int(classed.shift), int(classed.mask)))
-    counts, order, gaps = np.zeros(classed.number, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32)
+    counts = np.zeros(classed.number, np.int64)
+    order, gaps = (scratch.array(name, count, np.uint32) for name in ("order", "gaps"))
     columns = _columns(classed, base)
     wrong = classes.count_between(base, positions, old, columns, counts, order, gaps, classes.room())
     _check(segment, positions, wrong)
     return Ranks(counts, order, gaps)
 
 
-def places_of(segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps: npt.NDArray[np.uint32]) -> Places:
+def places_of(
+    segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps: npt.NDArray[np.uint32], scratch: Scratch
+) -> Places:
     """Return the places that ranks lead to; the inverse of `ranks_of`.
 
     They are fewer than gaps when a class has too few elements.
@@ -120,6 +125,7 @@ def places_of(segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps:
         base: The bits of the whole segment before the changes, of its size and dtype.
         counts: How many there are in each class, at least one in all.
         gaps: As in `Ranks`, each below the segment's size.
+        scratch: Where the order may lie.
 
     Raises:
         StorageFullError: If the base lies on a device that has no memory for the work.
@@ -128,7 +134,8 @@ def places_of(segment: Segment, base: Held, counts: npt.NDArray[np.int64], gaps:
     if isinstance(base, Tensor):
         positions, order = on_device.find_counted(base, counts, gaps, int(classed.shift), int(classed.mask))
         return Places(positions, order, take(base, positions))
-    places = Places(*(np.empty(gaps.size, kind) for kind in (np.uint32, np.uint32, base.dtype)))
+    order = scratch.array("order", gaps.size, np.uint32)
+    places = Places(np.empty(gaps.size, np.uint32), order, np.empty(gaps.size, base.dtype))
     found = classes.find_counted(base, _columns(classed, base), counts, gaps, *places, classes.room())
     return Places(*(each[:found] for each in places))
 

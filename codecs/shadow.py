@@ -25,9 +25,10 @@ from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema,
 from .digest import digest_of
 from .held import Held, copied, copy_into, differing, fits, replace, scatter, take
 from .schema import Schema, Segment
+from .scratch import Scratch
 from .state import State
 
-__all__ = ["Allocate", "Scratch", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
+__all__ = ["Allocate", "Shadow", "Snapshot", "capture", "in_memory", "on_devices"]
 
 _AHEAD = 64
 
@@ -186,25 +187,6 @@ class Shadow:
     def _release(self, snapshot: Snapshot) -> None:
         with self._writing:
             self._snapshots.discard(snapshot)
-
-
-class Scratch:
-    """Host memory for one segment in each thread that uses it, so that not each copy takes fresh memory.
-
-    That is cleared by the system, page by page, which takes as long as the copy.
-    """
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def copy(self, bits: Bits) -> Bits:
-        """Return a copy that is good until the calling thread makes another one."""
-        room: Bits | None = getattr(self._of_thread, "room", None)
-        if room is None or room.nbytes < bits.nbytes:
-            room = self._of_thread.room = np.empty(bits.nbytes, np.uint8)
-        place: Bits = room[: bits.nbytes].view(bits.dtype)
-        place[:] = bits
-        return place
 
 
 class Snapshot:

@@ -14,6 +14,7 @@ from deltabus.codecs.changes import SegmentChanges
 from deltabus.codecs.encodings import ENCODINGS, choose, encode_full
 from deltabus.codecs.ranks import places_of, ranks_of
 from deltabus.codecs.schema import Schema, TensorSpec
+from deltabus.codecs.scratch import Scratch
 
 from .devices import on_each_device
 
@@ -118,22 +119,25 @@ def test_the_digests_sum_is_the_same(device, case, key):
 @given(cases)
 def test_ranks_and_places_are_the_same(device, case):
     bits = on_device.as_tensor(case.old, device)
-    here, there = ranks_of(case.segment, case.old, case.changes), ranks_of(case.segment, bits, case.changes)
+    here, there = (
+        ranks_of(case.segment, case.old, case.changes, Scratch()),
+        ranks_of(case.segment, bits, case.changes, Scratch()),
+    )
     assert same(here, there)
-    found = places_of(case.segment, bits, there.counts, there.gaps)
-    assert same(found, places_of(case.segment, case.old, here.counts, here.gaps))
+    found = places_of(case.segment, bits, there.counts, there.gaps, Scratch())
+    assert same(found, places_of(case.segment, case.old, here.counts, here.gaps, Scratch()))
     assert same(found[:1], [case.changes.positions])
 
 
 @on_each_device
 @given(cases, st.data())
 def test_places_that_are_not_there_are_missed_alike(device, case, data):
-    ranks = ranks_of(case.segment, case.old, case.changes)
+    ranks = ranks_of(case.segment, case.old, case.changes, Scratch())
     gaps = ranks.gaps.copy()
     gaps[data.draw(st.integers(0, gaps.size - 1))] = data.draw(st.integers(0, case.segment.size - 1))
     bits = on_device.as_tensor(case.old, device)
-    here = places_of(case.segment, case.old, ranks.counts, gaps)
-    assert same(here, places_of(case.segment, bits, ranks.counts, gaps))
+    here = places_of(case.segment, case.old, ranks.counts, gaps, Scratch())
+    assert same(here, places_of(case.segment, bits, ranks.counts, gaps, Scratch()))
 
 
 @on_each_device

@@ -12,6 +12,7 @@ from deltabus.codecs.kernels import classes
 from deltabus.codecs.kernels.columns import NO_COLUMN
 from deltabus.codecs.ranks import Classes, _columns, places_of, ranks_of
 from deltabus.codecs.schema import Piece, Segment
+from deltabus.codecs.scratch import Scratch
 
 TILE = 4096
 
@@ -60,15 +61,15 @@ def expected_ranks(segment, base, changes):
 
 @given(changed())
 def test_ranks_are_what_their_definition_says(case):
-    ranks = ranks_of(*case)
+    ranks = ranks_of(*case, Scratch())
     assert tuple(each.tolist() for each in ranks) == expected_ranks(*case)
 
 
 @given(changed())
 def test_places_lead_back(case):
     segment, base, changes = case
-    ranks = ranks_of(*case)
-    positions, order, old = places_of(segment, base, ranks.counts, ranks.gaps)
+    ranks = ranks_of(*case, Scratch())
+    positions, order, old = places_of(segment, base, ranks.counts, ranks.gaps, Scratch())
     assert positions.tolist() == changes.positions.tolist()
     assert old.tolist() == changes.old.tolist()
     assert ranks.order[order].tolist() == list(range(positions.size))
@@ -77,12 +78,12 @@ def test_places_lead_back(case):
 @given(changed(), st.integers(0, 3))
 def test_a_gap_behind_the_last_element_finds_no_place(case, beyond):
     segment, base, changes = case
-    ranks = ranks_of(*case)
+    ranks = ranks_of(*case, Scratch())
     last = int(np.flatnonzero(ranks.counts)[-1])
     members = int((Classes.of(segment.dtype)(base) == last).sum())
     gaps = ranks.gaps.copy()
     gaps[-1] += np.uint32(members + beyond)
-    positions, _, _ = places_of(segment, base, ranks.counts, gaps)
+    positions, _, _ = places_of(segment, base, ranks.counts, gaps, Scratch())
     assert positions.size < changes.positions.size
     assert (positions < segment.size).all()
 
@@ -92,7 +93,7 @@ def test_another_base_is_refused():
     base = np.zeros(10, np.uint16)
     changes = SegmentChanges(np.array([3], np.uint32), np.array([7], np.uint16), np.array([8], np.uint16))
     with pytest.raises(UsageError, match="element 3"):
-        ranks_of(segment, base, changes)
+        ranks_of(segment, base, changes, Scratch())
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.95])

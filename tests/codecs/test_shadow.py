@@ -18,7 +18,8 @@ from deltabus.bus.errors import (
 from deltabus.codecs.changes import Changes, SegmentChanges, changes_between, reverse
 from deltabus.codecs.digest import digest_of
 from deltabus.codecs.kernels import compare
-from deltabus.codecs.shadow import Scratch, Shadow, capture
+from deltabus.codecs.scratch import Scratch
+from deltabus.codecs.shadow import Shadow, capture
 from deltabus.codecs.state import as_integers, collect
 
 from ..clients.interrupts import Steps
