@@ -34,14 +34,12 @@ from deltabus.bus.message import (
 )
 from deltabus.bus.sequencer import Sequencer
 from deltabus.bus.version import VersionVector
+from deltabus.codecs.container import part_bytes_of
 from deltabus.codecs.schema import MAX_SCHEMA_BYTES, Box, Schema, TensorSpec
 
 __all__ = ["Case", "Rates", "computed", "fill", "limits", "main", "measured"]
 
 _DOCS = Path(__file__).parents[1] / "docs"
-_PART = 32 << 20
-"""About what one blob of a payload takes."""
-
 _COMPUTED = "<!-- computed: written by `python benchmarks/scale.py --docs docs` -->", "<!-- end of computed -->"
 _LIMITS = "<!-- limits: written by `python benchmarks/scale.py --docs docs` -->", "<!-- end of limits -->"
 _MEASURED = "<!-- measured: written by `python benchmarks/scale.py --docs docs` -->", "<!-- end of measured -->"
@@ -103,7 +101,8 @@ def _message(
     base: dict[str, int] = {}
     if kind is Kind.DELTA:
         base = dict.fromkeys(group, step - 1) if whole_base else {writer: step - 1}
-    sizes = [min(_PART, nbytes - start) for start in range(0, nbytes, _PART)]
+    part = part_bytes_of(2 * case.share)
+    sizes = [min(part, nbytes - start) for start in range(0, nbytes, part)]
     return Message(
         writer=writer,
         position=position,
@@ -159,7 +158,7 @@ def _sizes(case: Case, rates: Rates) -> Table:
             len(encode_message(_message(case, kind=Kind.DELTA, nbytes=delta, whole_base=True))),
         ),
         (
-            f"record of an anchor, {-(-anchor // _PART)} parts",
+            f"record of an anchor, {-(-anchor // part_bytes_of(2 * case.share))} parts",
             len(encode_message(_message(case, kind=Kind.ANCHOR, nbytes=anchor))),
         ),
         (

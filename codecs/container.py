@@ -23,7 +23,6 @@ from .held import Held
 from .schema import Schema, Segment
 
 __all__ = [
-    "PART_BYTES",
     "Buffer",
     "Part",
     "PartReader",
@@ -32,10 +31,15 @@ __all__ = [
     "encode_anchor",
     "encode_delta",
     "open_part",
+    "part_bytes_of",
 ]
 
-PART_BYTES = 32 << 20
-"""The size up to which segments share a part, in bytes; a larger segment has a part of its own."""
+_LEAST_PART, _MOST_PART = 8 << 20, 32 << 20
+_IN_FLIGHT = 128
+"""A part is a 128th of a state, within limits, because several are in memory at once, on both sides."""
+
+_PARTS = 4096
+"""At most about so many parts, so that a record can name them all; from 128 GiB on parts become larger."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -84,53 +88,43 @@ class PartReader:
         for stored in self.segments:
             self._content(stored)
 
-    def decode_changes(
-        self, schema: Schema, base: Callable[[int], Held], *, pool: Executor | None = None
-    ) -> dict[int, SegmentChanges]:
-        """Return the changes of a delta's part, by segment index.
+    def decode_changes(self, schema: Schema, stored: StoredSegment, base: Callable[[int], Held]) -> SegmentChanges:
+        """Return the changes of a segment of a delta's part that was found to fit.
 
         Args:
             schema: The schema of both states.
-            base: Returns the reader's bits of a whole segment; called in the pool's threads.
-            pool: Works on several segments at once.
+            stored: One of its segments.
+            base: Returns the reader's bits of a whole segment.
 
         Raises:
-            CorruptPayloadError: If the part is damaged, or is of an anchor.
+            CorruptPayloadError: If the segment is damaged.
             DivergedError: If the base is not the state that the delta starts from, where that shows.
-            SchemaMismatchError: If the part is of another schema.
         """
-        self._check(schema, DELTA)
+        encoding = ENCODINGS[stored.encoding]
+        return encoding.decode(schema.segments[stored.index], self._content(stored), base(stored.index))
 
-        def decode(stored: StoredSegment) -> tuple[int, SegmentChanges]:
-            segment = schema.segments[stored.index]
-            content = self._content(stored)
-            return stored.index, ENCODINGS[stored.encoding].decode(segment, content, base(stored.index))
-
-        return dict(in_order(decode, self.segments, pool=pool, ahead=_CHANGES_AHEAD))
-
-    def decode_states(
-        self, schema: Schema, *, into: Callable[[int], Bits | None] | None = None, pool: Executor | None = None
-    ) -> Iterator[tuple[int, Bits]]:
-        """Yield the index and all bits of each segment of an anchor's part; a few are decoded ahead.
+    def decode_state(self, schema: Schema, stored: StoredSegment, into: Callable[[int], Bits | None] | None) -> Bits:
+        """Return all bits of a segment of an anchor's part that was found to fit.
 
         Args:
             schema: The schema of the state.
+            stored: One of its segments.
             into: Returns the array to decode a segment into; where it gives None, a new one is made.
-            pool: Works on several segments at once.
 
         Raises:
-            CorruptPayloadError: If the part is damaged, or is of a delta.
-            SchemaMismatchError: If the part is of another schema.
+            CorruptPayloadError: If the segment is damaged.
         """
-        self._check(schema, ANCHOR)
+        content, out = self._content(stored), None if into is None else into(stored.index)
+        return decode_full(schema.segments[stored.index], content, out=out)
 
-        def decode(stored: StoredSegment) -> tuple[int, Bits]:
-            content, out = self._content(stored), None if into is None else into(stored.index)
-            return stored.index, decode_full(schema.segments[stored.index], content, out=out)
+    def check(self, schema: Schema, kind: str) -> None:
+        """Check that it is of this schema and kind, and that all segments in it can be decoded here.
 
-        yield from in_order(decode, self.segments, pool=pool, ahead=_STATES_AHEAD)
-
-    def _check(self, schema: Schema, kind: str) -> None:
+        Raises:
+            CorruptPayloadError: If it is of another kind, holds a segment that does not exist, or one in an unknown
+                encoding.
+            SchemaMismatchError: If it is of another schema.
+        """
         if self.schema_checksum != schema.checksum:
             raise SchemaMismatchError(
                 f"part {self.number} belongs to schema {self.schema_checksum.hex()[:16]}, not to "
@@ -161,12 +155,17 @@ class PartReader:
         return content
 
 
+def part_bytes_of(nbytes: int) -> int:
+    """Return the size up to which segments share a part, in bytes, for a state of so many; a larger one has its own."""
+    return max(min(max(nbytes // _IN_FLIGHT, _LEAST_PART), _MOST_PART), nbytes // _PARTS)
+
+
 def encode_delta(
     changes: Changes,
     *,
     base: Callable[[int], Held] | None = None,
     encoding: str | None = None,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int | None = None,
     pool: Executor | None = None,
 ) -> Iterator[Part]:
     """Return an iterator over the parts of a delta, none for no changes; a bounded number of segments is encoded ahead.
@@ -176,7 +175,7 @@ def encode_delta(
         base: Returns the bits of a whole segment before the changes; called once for each changed segment, in the
             pool's threads. Without it, encodings that need these bits are left out of the choice.
         encoding: Used for all segments; by default each has the one that is smallest for it.
-        part_bytes: The size up to which segments share a part.
+        part_bytes: The size up to which segments share a part; by default `part_bytes_of` the state.
         pool: Works on several segments at once.
 
     Raises:
@@ -205,14 +204,14 @@ def encode_delta(
 
 
 def encode_anchor(
-    schema: Schema, read: Callable[[int], Held], *, part_bytes: int = PART_BYTES, pool: Executor | None = None
+    schema: Schema, read: Callable[[int], Held], *, part_bytes: int | None = None, pool: Executor | None = None
 ) -> Iterator[Part]:
     """Return an iterator over the parts of an anchor, at least one; a few segments are encoded ahead.
 
     Args:
         schema: The schema of the state.
         read: Returns the bits of a whole segment; called in the pool's threads.
-        part_bytes: The size up to which segments share a part.
+        part_bytes: The size up to which segments share a part; by default `part_bytes_of` the state.
         pool: Works on several segments at once.
 
     Raises:
@@ -265,11 +264,13 @@ def decode_delta(
         DivergedError: If the base is not the state that the delta starts from, where that shows.
         SchemaMismatchError: If a part is of another schema.
     """
-    segments: dict[int, SegmentChanges] = {}
-    for reader in _in_sequence(parts):
-        segments |= reader.decode_changes(schema, base, pool=pool)
-        del reader  # or else the part stays while the next one is waited for
-    return Changes(schema, segments)
+
+    def decode(where: tuple[PartReader, StoredSegment]) -> tuple[int, SegmentChanges]:
+        reader, stored = where
+        return stored.index, reader.decode_changes(schema, stored, base)
+
+    found = in_order(decode, _in_sequence(parts, schema, DELTA), pool=pool, ahead=_CHANGES_AHEAD)
+    return Changes(schema, dict(found))
 
 
 def decode_anchor(
@@ -294,20 +295,23 @@ def decode_anchor(
         CorruptPayloadError: If a part is damaged, out of order, of a delta, or a segment is missing or there twice.
         SchemaMismatchError: If a part is of another schema.
     """
+
+    def decode(where: tuple[PartReader, StoredSegment]) -> tuple[int, Bits]:
+        reader, stored = where
+        return stored.index, reader.decode_state(schema, stored, into)
+
     count = 0
-    for reader in _in_sequence(parts):
-        for index, bits in reader.decode_states(schema, into=into, pool=pool):
-            yield index, bits
-            count += 1
-        del reader  # or else the part stays while the next one is waited for
+    for found in in_order(decode, _in_sequence(parts, schema, ANCHOR), pool=pool, ahead=_STATES_AHEAD):
+        yield found
+        count += 1
     if count != len(schema.segments):
         raise CorruptPayloadError(
             f"the anchor holds {count} of {len(schema.segments)} segments; a part of it is missing, fetch it again"
         )
 
 
-def _in_sequence(parts: Iterable[Buffer]) -> Iterator[PartReader]:
-    """Yield a reader of each part, and make sure that numbers and segments rise from one to the next."""
+def _in_sequence(parts: Iterable[Buffer], schema: Schema, kind: str) -> Iterator[tuple[PartReader, StoredSegment]]:
+    """Yield each segment and its part, and make sure that numbers and segments rise from one part to the next."""
     last = -1
     for number, data in enumerate(parts):
         reader = open_part(data)
@@ -320,11 +324,17 @@ def _in_sequence(parts: Iterable[Buffer]) -> Iterator[PartReader]:
                     f"segment {last}; fetch the payload again, or publish an anchor"
                 )
             last = reader.segments[-1].index
-        yield reader
-        del data, reader
+        reader.check(schema, kind)
+        for stored in reader.segments:
+            yield reader, stored
+        del data, reader  # or else the part stays while the next one is waited for
 
 
-def _parts(kind: str, schema: Schema, encoded: Iterator[tuple[int, str, bytes]], part_bytes: int) -> Iterator[Part]:
+def _parts(
+    kind: str, schema: Schema, encoded: Iterator[tuple[int, str, bytes]], part_bytes: int | None
+) -> Iterator[Part]:
+    if part_bytes is None:
+        part_bytes = part_bytes_of(schema.nbytes)
     if part_bytes <= 0:
         raise UsageError(f"`part_bytes` is {part_bytes}; it must be positive")
     return _filled(kind, schema.checksum.hex(), encoded, part_bytes)

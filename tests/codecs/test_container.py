@@ -13,7 +13,14 @@ from safetensors.numpy import load, save
 from deltabus.bus.errors import CodecError, CorruptPayloadError, SchemaMismatchError, UsageError
 from deltabus.codecs.ahead import in_order
 from deltabus.codecs.changes import Changes, SegmentChanges
-from deltabus.codecs.container import PART_BYTES, decode_anchor, decode_delta, encode_anchor, encode_delta, open_part
+from deltabus.codecs.container import (
+    decode_anchor,
+    decode_delta,
+    encode_anchor,
+    encode_delta,
+    open_part,
+    part_bytes_of,
+)
 from deltabus.codecs.encodings import ENCODINGS
 from deltabus.codecs.header import MAX_HEADER_BYTES, MAX_SEGMENTS
 from deltabus.codecs.schema import Schema, TensorSpec
@@ -73,18 +80,25 @@ def maybe_pool(request, pool):
     return pool if request.param == "with a pool" else None
 
 
+def test_parts_are_small_beside_the_state_and_not_too_many():
+    assert part_bytes_of(0) == part_bytes_of(1 << 30) == 8 << 20
+    assert part_bytes_of(2 << 30) == 16 << 20
+    assert part_bytes_of(4 << 30) == part_bytes_of(128 << 30) == 32 << 20
+    assert (1 << 50) / part_bytes_of(1 << 50) == 4096
+
+
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
-@pytest.mark.parametrize("part_bytes", [1, 300, PART_BYTES])
+@pytest.mark.parametrize("part_bytes", [1, 300, None])
 @pytest.mark.parametrize("density", [0.01, 0.5, 1.0])
 def test_round_trip_of_deltas(encoding, part_bytes, density, maybe_pool):
     old, changes = some_changes(1, density)
     parts = list(encode_delta(changes, base=old.__getitem__, encoding=encoding, part_bytes=part_bytes, pool=maybe_pool))
-    assert len(parts) == {1: len(changes.segments), PART_BYTES: 1}.get(part_bytes, len(parts))
+    assert len(parts) == {1: len(changes.segments), None: 1}.get(part_bytes, len(parts))
     assert same(decode_delta(data_of(parts), SCHEMA, old.__getitem__, pool=maybe_pool), changes)
     assert encoding is None or {name for part in parts for name in part.encodings} == {encoding}
 
 
-@pytest.mark.parametrize("part_bytes", [1, 3000, PART_BYTES])
+@pytest.mark.parametrize("part_bytes", [1, 3000, None])
 def test_round_trip_of_anchors(part_bytes, maybe_pool):
     bits = state(3)
     parts = list(encode_anchor(SCHEMA, bits.__getitem__, part_bytes=part_bytes, pool=maybe_pool))
@@ -458,7 +472,7 @@ def test_a_failure_in_the_pool_reaches_the_caller_and_ends_the_work(pool):
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 1000), st.floats(0, 1), st.sampled_from([1, 200, 1000, PART_BYTES]))
+@given(st.integers(0, 1000), st.floats(0, 1), st.sampled_from([1, 200, 1000, None]))
 def test_round_trip_of_any_changes(seed, density, part_bytes):
     old, changes = some_changes(seed, density)
     parts = data_of(encode_delta(changes, base=old.__getitem__, part_bytes=part_bytes))
