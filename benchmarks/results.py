@@ -124,7 +124,6 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 def goals(results: Results) -> list[Goal]:
     """Return each goal with the figure that was reached."""
-    cores = int(results.machine["cores"])
     way, whole = results.end_to_end, results.whole
     ours = row(whole, AUTOMATIC)
     checkpoints = {"made durable and read from the disk": way.durable, "through the page cache": way.cached}
@@ -166,7 +165,7 @@ def goals(results: Results) -> list[Goal]:
             for name in ("step", "overwrite"):
                 what = f"decode + apply of `{name}` at {each.density:.2%}, O(changed): memcpys"
                 at_most(what, row(each, f"{_OURS}{name}").decode, _NO_PASS)
-    at_most("`publish` blocks: memcpys, times cores used", way.stages["blocked"] * cores / way.memcpy, 2.0)
+    at_most("`publish` blocks: memcpys by as many threads", way.stages["blocked"] / way.shared_memcpy, 2.0)
     for how, checkpoint in checkpoints.items():
         share = None if checkpoint is None else way.stages["apply"] / checkpoint.loading
         at_most(f"`apply`: share of loading a full checkpoint {how}", share, 0.05)

@@ -65,6 +65,7 @@ class EndToEnd:
         nbytes: Bytes of a step.
         anchor: Bytes of the anchor.
         memcpy: A copy of the tensors by one thread, in the trainer.
+        shared_memcpy: The same by as many threads as a publisher has.
         applied: From the call of `publish` until the engine holds the step.
         stages: Of that way, one after the other: `blocked` (inside `publish`), `encode`, `upload` (what comes after
             encoding), `download`, `decode`, `apply`, and `between` (the record, and until it is noticed).
@@ -87,6 +88,7 @@ class EndToEnd:
     nbytes: int
     anchor: int
     memcpy: float
+    shared_memcpy: float
     applied: float
     stages: dict[str, float]
     newcomer: float
@@ -167,7 +169,7 @@ def run(
                 topic = directory_of(url)
                 assert topic is not None
                 _durable_checkpoints(measurement, Path(folder), topic, steps=steps, progress=progress)
-        memcpy = float(trainer.ask("memcpy")["memcpy"])
+        memcpy = trainer.ask("memcpy")
         for side in (engine, trainer):
             side.ask("close")
     speed = None
@@ -266,7 +268,7 @@ class _Measurement:
     def _compare(self) -> None:
         self._exact = self._exact and self._trainer.ask("digest") == self._engine.ask("digest")
 
-    def result(self, source: Source, memcpy: float, plain: Plain | None) -> EndToEnd:
+    def result(self, source: Source, memcpy: Answer, plain: Plain | None) -> EndToEnd:
         """Return the medians."""
         schema = schema_of(source)
         stages = [_stages(*both) for both in zip(self._sent, self._taken, strict=True)]
@@ -285,7 +287,8 @@ class _Measurement:
             changed=int(_median(self._sent, "changed")),
             nbytes=int(_median(self._sent, "nbytes")),
             anchor=self._first["nbytes"],
-            memcpy=memcpy,
+            memcpy=memcpy["memcpy"],
+            shared_memcpy=memcpy["shared"],
             applied=applied,
             stages=_medians(stages, stages[0]),
             newcomer=self._newcomer,

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from deltabus.publisher import Publisher
 from deltabus.subscriber import Subscriber
 from deltabus.transports.atomic import sync_directory
 from deltabus.update import Update
+from deltabus.workers import usable_cores
 
 from .memory import memory_now, memory_peak, reset_memory_peak
 from .page_cache import drop_pages, fetched
@@ -140,14 +142,24 @@ class Trainer(Side):
         return {"flush": time.monotonic() - start}
 
     def memcpy(self) -> Answer:
-        """Copy the tensors by one thread."""
-        target = self.model.copy()
-        found = []
-        for _ in range(5):
-            start = time.perf_counter()
-            target.take(self.model)
-            found.append(time.perf_counter() - start)
-        return {"memcpy": statistics.median(found)}
+        """Copy the tensors by one thread, and by as many as a publisher has."""
+        target, threads = self.model.copy(), usable_cores()
+        places = [
+            (here[part], there[part])
+            for here, there in zip(target.lines, self.model.lines, strict=True)
+            for part in chunks(here.size)
+        ]
+        alone: list[float] = []
+        shared: list[float] = []
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(5):
+                start = time.perf_counter()
+                target.take(self.model)
+                between = time.perf_counter()
+                list(pool.map(lambda both: np.copyto(*both), places))
+                alone.append(between - start)
+                shared.append(time.perf_counter() - between)
+        return {"memcpy": statistics.median(alone), "shared": statistics.median(shared)}
 
     def close(self) -> Answer:
         """Close the publisher."""

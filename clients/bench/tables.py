@@ -122,6 +122,8 @@ def stages_table(way: EndToEnd, *, where: str) -> Table:
     seconds["first state: `publish` -> durable"] = way.anchor_up
     seconds["first state: `publish` -> applied"] = way.newcomer
     seconds["a newcomer: opened -> applied"] = way.anchor_down
+    seconds["memcpy, by one thread"] = way.memcpy
+    seconds["memcpy, by as many threads as `publish` has"] = way.shared_memcpy
     rows = [(what, f"{value:.3f}", ratio_text(value, way.memcpy, 1)) for what, value in seconds.items()]
     exact = "exact" if way.exact else "NOT EXACT"
     title = f"{where}, {way.total / 1e6:.1f} M elements, {way.changed / way.total:.2%}, {exact}"
