@@ -43,9 +43,11 @@ _PARTS = 4096
 
 Buffer = bytes | bytearray | memoryview
 
-_CHANGES_AHEAD = 32
-_STATES_AHEAD = 4
-"""Segments worked on ahead: whole states are large (8 MiB in bf16), changes small."""
+_CHANGES_AHEAD, _STATES_AHEAD = 32, 4
+"""Segments encoded ahead, and whole ones decoded: whole states are large (8 MiB in bf16), changes small."""
+
+_DECODED_AHEAD = 8
+"""Segments of changes that are decoded ahead; each may hold its part in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ def decode_delta(
         reader, stored = where
         return stored.index, reader.decode_changes(schema, stored, base)
 
-    found = in_order(decode, _in_sequence(parts, schema, DELTA), pool=pool, ahead=_CHANGES_AHEAD)
+    found = in_order(decode, _in_sequence(parts, schema, DELTA), pool=pool, ahead=_DECODED_AHEAD)
     return Changes(schema, dict(found))
 
 

@@ -43,6 +43,9 @@ from .steps import Steps, advance, advance_zigzag, steps_between, zigzag_between
 
 __all__ = ["ENCODINGS", "FULL", "Encoding", "choose", "decode_full", "encode_full"]
 
+_FEW = 8
+"""Where less than one element in so many changes, one number for each element takes more than positions."""
+
 FULL = "full"
 """The name of the encoding that holds a segment's whole state."""
 
@@ -212,8 +215,10 @@ def choose(segment: Segment, changes: SegmentChanges, base: Held | None = None) 
     for name, encoding in ENCODINGS.items():
         if base is not None or not encoding.needs_base:
             sizes[name] = encoding.estimate(segment, changes, base)
-        # The others take no less than positions do that are written without regard to the old bits.
-        if encoding.needs_base and sizes.get(name, math.inf) <= PositionCode.estimate(changes.positions):
+        # The others take no less than positions do that are written without regard to the old bits; or, where many
+        # elements change, all of them alike.
+        few = changes.positions.size < segment.size // _FEW
+        if few and encoding.needs_base and sizes.get(name, math.inf) <= PositionCode.estimate(changes.positions):
             break
     return ENCODINGS[min(sizes, key=sizes.__getitem__)]
 

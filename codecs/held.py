@@ -25,7 +25,6 @@ __all__ = [
     "differing",
     "first_not_holding",
     "fits",
-    "replace",
     "sampled",
     "scatter",
     "sum_run",
@@ -89,26 +88,6 @@ def scatter(held: Held, positions: npt.NDArray[np.uint32], values: Bits) -> None
         on_device.scatter(held, positions, values)
     else:
         compare.scatter(held, positions, values, 0)
-
-
-def replace(held: Held, change: SegmentChanges, done: npt.NDArray[np.bool_], number: int) -> int:
-    """Write a segment's changes where their old bits lie, and set `done[number]`: all or nothing.
-
-    Wherever it is interrupted, `done` tells whether to take the changes back.
-
-    Returns:
-        -1, or the number of the first change that other bits were found for.
-
-    Raises:
-        StorageFullError: If a device has no memory for positions and bits.
-    """
-    if not isinstance(held, Tensor):
-        return int(compare.replace(held, change.positions, change.old, change.new, done, number))
-    wrong = on_device.first_not_holding(held, change.positions, change.old)
-    if wrong < 0:
-        done[number] = True
-        on_device.scatter(held, change.positions, change.new)
-    return wrong
 
 
 def first_not_holding(held: Held, positions: npt.NDArray[np.uint32], expected: Bits) -> int:

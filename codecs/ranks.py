@@ -107,6 +107,7 @@ def ranks_of(segment: Segment, base: Held, changes: SegmentChanges, scratch: Scr
         return Ranks(*on_device.count_between(base, positions, int(classed.shift), int(classed.mask)))
     counts = np.zeros(classed.number, np.int64)
     order, gaps = (scratch.array(name, count, np.uint32) for name in ("order", "gaps"))
+    base = np.ascontiguousarray(base)
     columns = _columns(classed, base)
     wrong = classes.count_between(base, positions, old, columns, counts, order, gaps, classes.room())
     _check(segment, positions, wrong)
@@ -134,7 +135,7 @@ def places_of(
     if isinstance(base, Tensor):
         positions, order = on_device.find_counted(base, counts, gaps, int(classed.shift), int(classed.mask))
         return Places(positions, order, take(base, positions))
-    order = scratch.array("order", gaps.size, np.uint32)
+    base, order = np.ascontiguousarray(base), scratch.array("order", gaps.size, np.uint32)
     places = Places(np.empty(gaps.size, np.uint32), order, np.empty(gaps.size, base.dtype))
     found = classes.find_counted(base, _columns(classed, base), counts, gaps, *places, classes.room())
     return Places(*(each[:found] for each in places))

@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltabus.bus.errors import CorruptPayloadError, StorageFullError, UsageError
+from deltabus.bus.errors import CorruptPayloadError, DivergedError, StorageFullError, UsageError
 
 from . import dtypes, on_device
 from .ahead import in_order
 from .changes import Bits, Changes, Gathered, SegmentChanges, check_same_schema, collected, diverged, validate
 from .digest import digest_of
-from .held import Held, copied, copy_into, differing, fits, replace, scatter, take
+from .held import Held, copied, copy_into, differing, fits, scatter, take
+from .kernels import compare
 from .schema import Schema, Segment
 from .scratch import Scratch
 from .state import State
@@ -78,6 +79,7 @@ class Shadow:
         # The writer's lock makes a snapshot fall between two changes; a segment's lock covers one copy or one write.
         self._writing = threading.Lock()
         self._locks = [threading.Lock() for _ in bits]
+        self._torn = False
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @classmethod
@@ -123,7 +125,8 @@ class Shadow:
         Raises:
             SchemaMismatchError: If they are of another schema.
             CorruptPayloadError: If they are not well formed.
-            DivergedError: If a touched element does not hold the bits that its change starts from.
+            DivergedError: If a touched element does not hold the bits that its change starts from. Or if it holds a
+                mixture of two states, because changes could not be taken back, now or before.
             StorageFullError: If it lies on a device that has no memory for the changes.
         """
         check_same_schema(self.schema, changes.schema)
@@ -131,23 +134,60 @@ class Shadow:
         numbered = list(enumerate(changes.segments.items()))
         done = np.zeros(len(numbered), np.bool_)
         with self._writing:
+            self._check_whole()
+            # Arrays are looked at in the pass that writes; on a device that would save nothing, and may lack memory.
+            elsewhere = [item for item in changes.segments.items() if isinstance(self._bits[item[0]], Tensor)]
+            for _ in in_order(self._check, elsewhere, pool=pool, ahead=_AHEAD):
+                pass
             try:
                 for _ in in_order(partial(self._write, done), numbered, pool=pool, ahead=_AHEAD):
                     pass
             except BaseException:
                 # What a snapshot noted and is now taken back does no harm: undoing it once more sets the same bits.
-                for number, (index, change) in numbered:
-                    if done[number]:
-                        with self._locks[index]:
-                            scatter(self._bits[index], change.positions, change.old)
+                self._take_back([item for number, item in numbered if done[number]])
                 raise
+
+    def _take_back(self, written: Sequence[tuple[int, SegmentChanges]]) -> None:
+        """Write old bits back, those of all segments that can be written to."""
+        self._torn = True
+        failure: Exception | None = None
+        for index, change in written:
+            try:
+                with self._locks[index]:
+                    scatter(self._bits[index], change.positions, change.old)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise self._mixture() from failure
+        self._torn = False
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise self._mixture()
+
+    def _mixture(self) -> DivergedError:
+        return DivergedError(
+            "the copy of the weights holds a mixture of two states, because a change to it failed midway and could not "
+            "be taken back; open the publisher or subscriber anew"
+        )
+
+    def _check(self, item: tuple[int, SegmentChanges]) -> None:
+        """Check that the bits on a device are those that changes start from."""
+        index, change = item
+        bits = self._bits[index]
+        if isinstance(bits, Tensor):
+            self._refuse(index, change, on_device.first_not_holding(bits, change.positions, change.old))
 
     def _write(self, done: npt.NDArray[np.bool_], numbered: tuple[int, tuple[int, SegmentChanges]]) -> None:
         number, (index, change) = numbered
-        bits = self._bits[index]
+        bits, wrong = self._bits[index], -1
         with self._locks[index]:
             try:
-                wrong = replace(bits, change, done, number)
+                if isinstance(bits, Tensor):
+                    done[number] = True
+                    on_device.scatter(bits, change.positions, change.new)
+                else:
+                    wrong = int(compare.replace(bits, change.positions, change.old, change.new, done, number))
                 if wrong < 0:
                     for snapshot in self._snapshots:
                         snapshot._note(index, change)
@@ -156,11 +196,14 @@ class Shadow:
                 if done[number]:
                     scatter(bits, change.positions, change.old)
                 raise
-        if wrong < 0:
-            return
-        position, expected = int(change.positions[wrong]), int(change.old[wrong])
-        held = int(take(bits, change.positions[wrong : wrong + 1])[0])
-        raise diverged(self.schema, index, position, held=held, expected=expected)
+        self._refuse(index, change, wrong)
+
+    def _refuse(self, index: int, change: SegmentChanges, wrong: int) -> None:
+        """Raise an error that names a change that other bits were found for, if there is one."""
+        if wrong >= 0:
+            position, expected = int(change.positions[wrong]), int(change.old[wrong])
+            held = int(take(self._bits[index], change.positions[wrong : wrong + 1])[0])
+            raise diverged(self.schema, index, position, held=held, expected=expected)
 
     def load(self, index: int, bits: Held) -> None:
         """Replace a segment's bits by a copy of these.
@@ -178,8 +221,13 @@ class Shadow:
             copy_into(self._bits[index], bits)
 
     def snapshot(self) -> Snapshot:
-        """Return a view of the state as it is now, which later changes do not alter."""
+        """Return a view of the state as it is now, which later changes do not alter.
+
+        Raises:
+            DivergedError: If it holds a mixture of two states.
+        """
         with self._writing:
+            self._check_whole()
             snapshot = Snapshot(self)
             self._snapshots.add(snapshot)
             return snapshot

@@ -82,7 +82,9 @@ def _write_planes(  # noqa: PLR0917 - compiled functions take their arguments by
     columns: Any,  # noqa: ANN401
     words: Any,  # noqa: ANN401
     place: object,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any] | None:
+    if bits.layout != "C":
+        return None
     return types.void(bits, types.uint64, columns, words, types.uint64), _planes_written
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
@@ -121,7 +121,8 @@ def _told_apart(context: Any, builder: Any, signature: Any, arguments: list[Any]
 
 
 def _apart(context: object, one: Any, other: Any, start: object) -> tuple[Any, Any] | None:  # noqa: ANN401
-    return (types.uint64(one, other, types.int64), _told_apart) if one.dtype == other.dtype else None
+    fitting = one.dtype == other.dtype and one.layout == other.layout == "C"
+    return (types.uint64(one, other, types.int64), _told_apart) if fitting else None
 
 
 apart = cast("Callable[[_Bits, _Bits, int], np.uint64]", intrinsic(_apart))
@@ -146,10 +147,15 @@ def _deposit(context: object, bits: object, places: object) -> tuple[Any, Any]:
 deposit = cast("Callable[[np.uint64, np.uint64], np.uint64]", intrinsic(_deposit))
 """Return a number that has the lowest bits of one where the other has ones; only where `CAN_DEPOSIT`."""
 
-_FEATURES = binding.get_host_cpu_features()
+_FEATURES, _TARGET = binding.get_host_cpu_features(), cast(Any, config)
 
-CAN_DEPOSIT = bool(_FEATURES.get("bmi2") and _FEATURES.get("avx512vl"))
-"""Whether the processor does that in an instruction, and fast, which older ones that have it do not."""
+CAN_DEPOSIT = bool(
+    _FEATURES.get("bmi2") and _FEATURES.get("avx512vl") and _TARGET.CPU_NAME is None and _TARGET.CPU_FEATURES is None
+)
+"""Whether the processor does that in an instruction, and fast, which older ones that have it do not.
+
+Not where loops are compiled for another processor than this one (`NUMBA_CPU_NAME`, `NUMBA_CPU_FEATURES`).
+"""
 
 
 def _prefetched(context: Any, builder: Any, signature: Any, arguments: list[Any]) -> Any:  # noqa: ANN401

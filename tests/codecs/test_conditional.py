@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +238,52 @@ def test_estimates_come_near(noise, scales):
     segment, base, changes = trained(noise, *scales)
     size = len(CONDITIONAL.encode(segment, changes, base))
     assert 0.9 * size - 30 < CONDITIONAL.estimate(segment, changes, base) < 1.1 * size + 30
+
+
+@pytest.mark.parametrize("layout", [lambda bits: np.repeat(bits, 2)[::2], lambda bits: bits[::-1].copy()[::-1]])
+def test_a_base_may_lie_in_memory_in_any_way(layout):
+    segment, base, changes = trained(3e-6, 0.02)
+    data = CONDITIONAL.encode(segment, changes, base)
+    assert CONDITIONAL.encode(segment, changes, layout(base)) == data
+    assert same(CONDITIONAL.decode(segment, data, layout(base)), changes)
+    assert CONDITIONAL.estimate(segment, changes, layout(base)) == CONDITIONAL.estimate(segment, changes, base)
+
+
+FOR_ANY_PROCESSOR = """
+import sys
+import numpy as np
+from deltabus.codecs.changes import SegmentChanges
+from deltabus.codecs.dtypes import by_name
+from deltabus.codecs.encodings import ENCODINGS
+from deltabus.codecs.kernels.words import CAN_DEPOSIT
+from deltabus.codecs.schema import Piece, Segment
+
+assert not CAN_DEPOSIT
+random = np.random.default_rng(1)
+base = (random.standard_normal(9000).astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+positions = np.arange(0, 9000, 7, dtype=np.uint32)
+changes = SegmentChanges(positions, base[positions], base[positions] ^ np.uint16(1))
+segment = Segment(0, by_name("BF16"), 9000, (Piece(0, 0, 9000, 0),))
+data = ENCODINGS["conditional"].encode(segment, changes, base)
+found = ENCODINGS["conditional"].decode(segment, data, base)
+assert found.positions.tolist() == positions.tolist() and found.new.tolist() == changes.new.tolist()
+sys.stdout.write(data.hex())
+"""
+
+
+def test_loops_may_be_compiled_for_another_processor(tmp_path):
+    """Which is how machines that are not alike share numba's cache."""
+    random = np.random.default_rng(1)
+    base = (random.standard_normal(9000).astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    positions = np.arange(0, 9000, 7, dtype=np.uint32)
+    changes = SegmentChanges(positions, base[positions], base[positions] ^ np.uint16(1))
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", FOR_ANY_PROCESSOR]
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert bytes.fromhex(done.stdout) == CONDITIONAL.encode(segment_of("BF16", 9000), changes, base)
 
 
 def test_many_small_tensors_cost_no_more_than_one_large():

@@ -182,6 +182,51 @@ def test_an_interrupted_advance_is_taken_back(monkeypatch):
     assert bits_of(shadow) == bits_of(snapshot) == [[0] * 4] * 2
 
 
+def failing_scatter(monkeypatch, calls):
+    """Let the n-th writes to a device fail for want of memory."""
+    real, count = on_device.scatter, [0]
+
+    def scatter(bits, positions, values):
+        count[0] += 1
+        if count[0] in calls:
+            raise StorageFullError("no room")
+        real(bits, positions, values)
+
+    monkeypatch.setattr(on_device, "scatter", scatter)
+
+
+def test_nothing_is_written_where_something_does_not_fit(monkeypatch):
+    shadow = bytes_shadow("cpu", 12, 4)
+    failing_scatter(monkeypatch, range(1, 100))
+    with pytest.raises(DivergedError, match="element 9"):
+        shadow.advance(Changes(shadow.schema, {0: one(1, 0, 1), 1: one(2, 0, 6), 2: one(1, 5, 6)}))
+    assert bits_of(shadow) == [[0] * 4] * 3
+    shadow.snapshot()
+
+
+def test_what_was_written_is_taken_back_when_memory_runs_out(monkeypatch):
+    shadow = bytes_shadow("cpu", 12, 4)
+    failing_scatter(monkeypatch, [3])
+    changes = Changes(shadow.schema, {0: one(1, 0, 1), 1: one(2, 0, 6), 2: one(1, 0, 6)})
+    with pytest.raises(StorageFullError):
+        shadow.advance(changes)
+    assert bits_of(shadow) == [[0] * 4] * 3
+    shadow.advance(changes)
+    assert bits_of(shadow) == [[0, 1, 0, 0], [0, 0, 6, 0], [0, 6, 0, 0]]
+
+
+def test_a_mixture_is_never_gone_on_from(monkeypatch):
+    shadow = bytes_shadow("cpu", 12, 4)
+    failing_scatter(monkeypatch, [3, 4, 5])  # taking the third back, and then the first
+    changes = Changes(shadow.schema, {0: one(1, 0, 1), 1: one(2, 0, 6), 2: one(1, 0, 6)})
+    with pytest.raises(DivergedError, match="mixture"):
+        shadow.advance(changes)
+    assert bits_of(shadow) == [[0, 1, 0, 0], [0] * 4, [0] * 4]
+    for attempt in (lambda: shadow.advance(changes), shadow.snapshot):
+        with pytest.raises(DivergedError, match="mixture"):
+            attempt()
+
+
 @on_each_device
 def test_a_snapshot_keeps_at_most_one_copy_of_a_segment(device):
     shadow = bytes_shadow(device, 64, 64)

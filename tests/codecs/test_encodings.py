@@ -141,6 +141,14 @@ def test_the_choice_costs_at_most_a_twentieth_more_than_the_best(noise):
     assert sizes[choose(segment, changes).name] <= 1.05 * min(sizes.values())
 
 
+@pytest.mark.parametrize("name", ["BOOL", "U8", "BF16"])
+def test_what_changes_alike_everywhere_takes_next_to_nothing(name):
+    segment = Schema.of([TensorSpec(name="w", dtype=name, shape=(262145,))]).segments[0]
+    old = np.zeros(segment.size, segment.dtype.bits)
+    changes = SegmentChanges(np.arange(segment.size, dtype=np.uint32), old, old + old.dtype.type(1))
+    assert len(choose(segment, changes, old).encode(segment, changes, old)) < 20
+
+
 def test_each_encoding_is_chosen_somewhere():
     segment, base, near = training_step(3e-7)
     assert choose(segment, near, base).name == "conditional"
