@@ -29,6 +29,9 @@ _MOST_CLASS_BITS = 8
 _SPARSELY = 8
 """A sample that tells frequent classes may be so much smaller than one that sizes are estimated by."""
 
+_NEARLY_ALL = 0.99
+"""A share of the elements that is enough to have columns; others are looked at one by one."""
+
 _ABOVE, _BELOW = 1, 3
 """Classes beside those that a sample meets: of small weights there are half as many with each exponent."""
 
@@ -155,8 +158,10 @@ def _columns(classed: Classes, base: Bits) -> Columns:
     A run of exponents, as trained weights have them, and one beside it: many weights may be zero.
     """
     frequency = np.bincount(classed(sampled(base)[::_SPARSELY]), minlength=classes.CLASSES)
-    choices = [_run_and_single(frequency, leave) for leave in (None, int(np.argmax(frequency)))]
-    _, first, width, single = max(choices)
+    choice = _run_and_single(frequency, None)
+    if choice[0] < frequency.sum() * _NEARLY_ALL:
+        choice = max(choice, _run_and_single(frequency, int(np.argmax(frequency))))
+    _, first, width, single = choice
     of = np.full(classes.CLASSES, NO_COLUMN, np.uint8)
     of[first : first + width] = np.arange(width)
     of[single] = SINGLE_COLUMN
