@@ -73,7 +73,7 @@ class Conditional:
         beyond_first = sampling.count_changed(
             positions, old, new, stride, segment.size, *classed, *masks, changed, magnitudes
         )
-        sample, apart = (sampled(base), 1) if isinstance(base, Tensor) else (base, thinning(segment.size))
+        sample, apart = (sampled(base), 1) if isinstance(base, Tensor) else (base, 2 * thinning(segment.size))
         sampling.count_held(sample, apart, *classed, held)
         weight, weight_held = count / changed.sum(), segment.size / held.sum()
         bits = sampling.entropy_of_choice(changed, weight, held, weight_held)

@@ -134,6 +134,14 @@ def first_malformed(positions: _U32, old: _Bits, new: _Bits, size: int) -> int:
 
     Or -1 when there is none.
     """
+    # First whether there is one, which vector instructions can tell.
+    some = np.uint32(positions.size > 0 and positions[-1] >= size)
+    for k in range(1, positions.size):
+        some |= np.uint32(positions[k] <= positions[k - 1])
+    for k in range(positions.size):
+        some |= np.uint32(old[k] == new[k])
+    if not some:
+        return -1
     expected = np.int64(0)
     for k in range(positions.size):
         position = np.int64(positions[k])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from . import inlined, loop
 from .steps import place_of
-from .words import prefetch
+from .words import leading_zeros, prefetch
 
 __all__ = ["count_changed", "count_held", "entropy", "entropy_of_choice"]
 
@@ -29,16 +29,25 @@ def _class_of(bits: np.unsignedinteger, shift: np.uint64, mask: np.uint64) -> np
     return its
 
 
+@inlined
+def _stretch_of(at: int, size: int, stretches: int) -> tuple[int, int]:
+    """Return the stretch in which a place lies, and where it ends; `size` places are cut into as many as given."""
+    stretch = at * stretches // size
+    return stretch, ((stretch + 1) * size + stretches - 1) // stretches
+
+
 @loop
 def count_held(bits: _Bits, stride: int, shift: np.uint64, mask: np.uint64, cells: _Cells) -> None:
     """Add 1 to the cell of each element's stretch and class: a row for each stretch, a column for each class.
 
     One element in `stride` counts. The class of one is `bits >> shift & mask`.
     """
-    size = -(-bits.size // stride)
-    for k in range(size):
-        prefetch(bits, np.uint64((k + _AHEAD) * stride))
-        cells[k * cells.shape[0] // size, _class_of(bits[k * stride], shift, mask)] += 1.0
+    rows, row, stop = cells.shape[0], 0, 0
+    for k in range(0, bits.size, stride):
+        if k >= stop:
+            row, stop = _stretch_of(k, bits.size, rows)
+        prefetch(bits, np.uint64(k + _AHEAD * stride))
+        cells[row, _class_of(bits[k], shift, mask)] += 1.0
 
 
 @loop
@@ -60,16 +69,17 @@ def count_changed(  # noqa: PLR0917 - compiled functions take their arguments by
     One in `stride` counts. The magnitude is that of the step, less one; the masks are those of `steps.take_apart`.
     Returns the sum of all lengths above 1, each less one.
     """
+    rows, row, stop = cells.shape[0], 0, 0
     beyond_first = 0
     for k in range(0, positions.size, stride):
-        its = _class_of(old[k], shift, mask)
-        cells[np.int64(positions[k]) * cells.shape[0] // size, its] += 1.0
+        its, at = _class_of(old[k], shift, mask), int(np.int64(positions[k]))
+        if at >= stop:
+            row, stop = _stretch_of(at, size, rows)
+        cells[row, its] += 1.0
         step = (place_of(np.uint64(new[k]), below_sign) - place_of(np.uint64(old[k]), below_sign)) & every
-        magnitude = ~step & every if step > every >> _1 else step - _1
-        length = 0
-        while magnitude:
-            magnitude >>= _1
-            length += 1
+        # The smaller one is that of the way it goes, found without a branch on a sign that is as good as random.
+        magnitude = min(step - _1, ~step & every)
+        length = 64 - int(np.int64(leading_zeros(magnitude))) if magnitude else 0
         lengths[length, its] += 1.0
         beyond_first += max(length - 1, 0)
     return beyond_first
