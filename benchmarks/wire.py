@@ -100,7 +100,7 @@ def _plan(*, quick: bool, all_layers: bool) -> _Plan:
     if quick:
         return _Plan("tiny", SHAPES["tiny"](), (0.0001, 0.01, 0.2), (), 3, 3)
     sweep = qwen3() if all_layers else qwen3(_SWEEP_LAYERS, vocabulary=_SWEEP_WORDS)
-    return _Plan("qwen3-0.6b", sweep, _DENSITIES, _RATES, 3, 5)
+    return _Plan("qwen3-0.6b", sweep, _DENSITIES, _RATES, 5, 5)
 
 
 def _measure(plan: _Plan, quick: bool, log: Console) -> Results:

@@ -60,7 +60,7 @@ class Plan:
 
     def count(self) -> int:
         """Return how often `run_bench` tells its progress."""
-        rows = count_rows(pool=usable_cores() > 1) + 1 if self.formats else 0
+        rows = count_rows(pool=usable_cores() > 1) * (1 + self.repeats) + 1 if self.formats else 0
         return 1 + rows + end_to_end.count_stages(self.repeats, checkpoints=self.checkpoints, plain=True)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -98,20 +99,23 @@ def measure(
 
     Args:
         pair: What to measure; at least one element differs.
-        repeats: How often each row is timed; medians count.
+        repeats: How often each row is timed; medians count. Rows take turns, since machines are slower at times.
         pool: Given, there is a row that uses it.
         whole: Whether to have the rows that send the whole state.
         memory: Whether to measure memory as well, in a run of its own before those that are timed.
-        progress: Is told each row's name before its turn.
+        progress: Is told a row's name before each of its turns, of which there is one more for memory.
     """
     target = pair.old.copy()
-    results, copies = [], []
     gc.collect()  # what was left behind must not be freed while memory is measured
-    for row in all_rows(pair, target, pool=pool, whole=whole):
-        progress(row.name)
-        measured, seconds = _measure_row(row, pair, target, repeats, memory=memory)
-        results.append(measured)
-        copies += seconds
+    turns = [_Turns(row, pair, target) for row in all_rows(pair, target, pool=pool, whole=whole)]
+    if memory:
+        for each in turns:
+            progress(each.name)
+            each.measure_memory()
+    for _ in range(repeats):
+        for each in turns:
+            progress(each.name)
+            each.take()
     bounds = bounds_of(pair)
     return PairFigures(
         pair.label,
@@ -120,8 +124,8 @@ def measure(
         pair.changed,
         bounds.independent,
         bounds.conditional,
-        statistics.median(copies),
-        results,
+        statistics.median(seconds for each in turns for seconds in each.copies),
+        [each.measured() for each in turns],
     )
 
 
@@ -137,49 +141,71 @@ def _copy(pair: Pair, target: Weights) -> float:
     return time.perf_counter() - start
 
 
-def _measure_row(row: Row, pair: Pair, target: Weights, repeats: int, *, memory: bool) -> tuple[Measured, list[float]]:
-    stages: dict[str, list[float]] = {}
-    encode, decode, copies = [], [], []
-    exact, nbytes = True, 0
-    peaks: tuple[int | None, int | None] = (None, None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(row.threads)
-    try:
-        if memory:
-            target.take(pair.old)
-            peaks = _peaks(row)
-            exact = target.same_as(pair.new)
-        for _ in range(repeats):
+class _Turns:
+    """What the turns of a row took."""
+
+    def __init__(self, row: Row, pair: Pair, target: Weights) -> None:
+        self.name = row.name
+        self.copies: list[float] = []
+        self._row, self._pair, self._target = row, pair, target
+        self._encode: list[float] = []
+        self._decode: list[float] = []
+        self._stages: dict[str, list[float]] = {}
+        self._peaks: tuple[int | None, int | None] = (None, None)
+        self._exact, self._nbytes = True, 0
+
+    def measure_memory(self) -> None:
+        """Encode and decode once, and note how much memory that takes."""
+        with _threads(self._row.threads):
+            self._target.take(self._pair.old)
+            self._peaks = _peaks(self._row)
+        self._compare()
+
+    def take(self) -> None:
+        """Encode and decode once, and note the time."""
+        with _threads(self._row.threads):
             # The yardstick is taken in the same moment, because other work on the machine comes and goes.
-            yard = min(_copy(pair, target) for _ in range(2))
+            yard = min(_copy(self._pair, self._target) for _ in range(2))
             start = time.perf_counter()
-            sent: Sent = row.encode()
+            sent: Sent = self._row.encode()
             middle = time.perf_counter()
-            inside = sent.seconds | row.decode(sent)
+            inside = sent.seconds | self._row.decode(sent)
             end = time.perf_counter()
-            # The digest belongs to the message, not to the codec; it has a stage of its own.
-            digest = inside.get("digest", 0.0)
-            encode.append((middle - start - digest) / yard)
-            decode.append((end - middle) / yard)
-            copies.append(yard)
-            for stage, seconds in inside.items():
-                stages.setdefault(stage, []).append(seconds / yard)
-            nbytes = sent.nbytes
-            exact = exact and target.same_as(pair.new)
+        # The digest belongs to the message, not to the codec; it has a stage of its own.
+        digest = inside.get("digest", 0.0)
+        self._encode.append((middle - start - digest) / yard)
+        self._decode.append((end - middle) / yard)
+        self.copies.append(yard)
+        for stage, seconds in inside.items():
+            self._stages.setdefault(stage, []).append(seconds / yard)
+        self._nbytes = sent.nbytes
+        self._compare()
+
+    def _compare(self) -> None:
+        self._exact = self._exact and self._target.same_as(self._pair.new)
+
+    def measured(self) -> Measured:
+        """Return the medians."""
+        return Measured(
+            self.name,
+            self._nbytes,
+            statistics.median(self._encode),
+            statistics.median(self._decode),
+            {stage: statistics.median(values) for stage, values in self._stages.items()},
+            self._exact,
+            *self._peaks,
+        )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch have so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
-    return (
-        Measured(
-            row.name,
-            nbytes,
-            statistics.median(encode),
-            statistics.median(decode),
-            {stage: statistics.median(values) for stage, values in stages.items()},
-            exact,
-            *peaks,
-        ),
-        copies,
-    )
 
 
 def _peaks(row: Row) -> tuple[int | None, int | None]:
