@@ -73,8 +73,11 @@ class Conditional:
         beyond_first = sampling.count_changed(
             positions, old, new, stride, segment.size, *classed, *masks, changed, magnitudes
         )
-        sample, apart = (sampled(base), 1) if isinstance(base, Tensor) else (base, 2 * thinning(segment.size))
-        sampling.count_held(sample, apart, *classed, held)
+        # The same elements, wherever they lie: half of a sample are enough.
+        if isinstance(base, Tensor):
+            sampling.count_held(sampled(base)[::2].copy(), 1, *classed, held)
+        else:
+            sampling.count_held(base, 2 * thinning(segment.size), *classed, held)
         weight, weight_held = count / changed.sum(), segment.size / held.sum()
         bits = sampling.entropy_of_choice(changed, weight, held, weight_held)
         bits = _REDUNDANCY * (bits + weight * (sampling.entropy(magnitudes) + beyond_first)) + count
