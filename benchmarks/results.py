@@ -165,7 +165,13 @@ def goals(results: Results) -> list[Goal]:
             for name in ("step", "overwrite"):
                 what = f"decode + apply of `{name}` at {each.density:.2%}, O(changed): memcpys"
                 at_most(what, row(each, f"{_OURS}{name}").decode, _NO_PASS)
-    at_most("`publish` blocks: memcpys by as many threads", way.stages["blocked"] / way.shared_memcpy, 2.0)
+    blocked = way.stages["blocked"]
+    at_most("`publish` blocks: memcpys by as many threads", blocked / way.shared_memcpy, 2.0)
+    at_most(
+        "`publish` blocks: memcpys by one thread, times cores",
+        blocked * int(results.machine["cores"]) / way.memcpy,
+        2.0,
+    )
     for how, checkpoint in checkpoints.items():
         share = None if checkpoint is None else way.stages["apply"] / checkpoint.loading
         at_most(f"`apply`: share of loading a full checkpoint {how}", share, 0.05)
