@@ -136,7 +136,8 @@ class Shadow:
         with self._writing:
             self._check_whole()
             # Arrays are looked at in the pass that writes; on a device that would save nothing, and may lack memory.
-            elsewhere = [item for item in changes.segments.items() if isinstance(self._bits[item[0]], Tensor)]
+            pairs = ((index, self._bits[index]) for index in changes.segments)
+            elsewhere = [(index, changes.segments[index], bits) for index, bits in pairs if isinstance(bits, Tensor)]
             for _ in in_order(self._check, elsewhere, pool=pool, ahead=_AHEAD):
                 pass
             try:
@@ -171,12 +172,10 @@ class Shadow:
             "be taken back; open the publisher or subscriber anew"
         )
 
-    def _check(self, item: tuple[int, SegmentChanges]) -> None:
+    def _check(self, item: tuple[int, SegmentChanges, Tensor]) -> None:
         """Check that the bits on a device are those that changes start from."""
-        index, change = item
-        bits = self._bits[index]
-        if isinstance(bits, Tensor):
-            self._refuse(index, change, on_device.first_not_holding(bits, change.positions, change.old))
+        index, change, bits = item
+        self._refuse(index, change, on_device.first_not_holding(bits, change.positions, change.old))
 
     def _write(self, done: npt.NDArray[np.bool_], numbered: tuple[int, tuple[int, SegmentChanges]]) -> None:
         number, (index, change) = numbered

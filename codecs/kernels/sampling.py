@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import inlined, loop
-from .steps import place_of
+from .steps import beyond_next, step_between
 from .words import leading_zeros, prefetch
 
 __all__ = ["count_changed", "count_held", "entropy", "entropy_of_choice"]
@@ -18,9 +18,6 @@ _Cells = npt.NDArray[np.float64]
 
 _AHEAD = 32
 """Elements of a sample that are on their way to a cache, because each waits for memory."""
-
-# Typed constants: a Python int beside an unsigned number would turn an expression into floating-point arithmetic.
-_1 = np.uint64(1)
 
 
 @inlined
@@ -76,9 +73,7 @@ def count_changed(  # noqa: PLR0917 - compiled functions take their arguments by
         if at >= stop:
             row, stop = _stretch_of(at, size, rows)
         cells[row, its] += 1.0
-        step = (place_of(np.uint64(new[k]), below_sign) - place_of(np.uint64(old[k]), below_sign)) & every
-        # The smaller one is that of the way it goes, found without a branch on a sign that is as good as random.
-        magnitude = min(step - _1, ~step & every)
+        magnitude = beyond_next(step_between(old[k], new[k], below_sign, every), every)
         length = 64 - int(np.int64(leading_zeros(magnitude))) if magnitude else 0
         lengths[length, its] += 1.0
         beyond_first += max(length - 1, 0)

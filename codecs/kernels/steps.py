@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from . import inlined, loop
 
-__all__ = ["place_of", "put_together", "take_apart"]
+__all__ = ["beyond_next", "place_of", "put_together", "step_between", "take_apart"]
 
 _Bits = npt.NDArray[np.unsignedinteger]
 _Flags = npt.NDArray[np.bool_]
@@ -28,6 +28,21 @@ def place_of(bits: np.uint64, below_sign: np.uint64) -> np.uint64:
     return place
 
 
+@inlined
+def step_between(
+    old: np.unsignedinteger, new: np.unsignedinteger, below_sign: np.uint64, every: np.uint64
+) -> np.uint64:
+    """Return how far one pattern lies above another, modulo the number of patterns; masks as for `take_apart`."""
+    step: np.uint64 = (place_of(np.uint64(new), below_sign) - place_of(np.uint64(old), below_sign)) & every
+    return step
+
+
+@inlined
+def beyond_next(step: np.uint64, every: np.uint64) -> np.uint64:
+    """Return a step's magnitude less one: up or down, whichever is shorter; no branch on a sign that is random."""
+    return min(step - _1, ~step & every)
+
+
 @loop
 def take_apart(  # noqa: PLR0917 - compiled functions take their arguments by place
     old: _Bits, new: _Bits, below_sign: np.uint64, every: np.uint64, negative: _Flags, beyond: _Bits
@@ -38,9 +53,9 @@ def take_apart(  # noqa: PLR0917 - compiled functions take their arguments by pl
     """
     half = every >> _1
     for k in range(old.size):
-        step = (place_of(np.uint64(new[k]), below_sign) - place_of(np.uint64(old[k]), below_sign)) & every
+        step = step_between(old[k], new[k], below_sign, every)
         negative[k] = step > half
-        beyond[k] = ~step & every if step > half else step - _1
+        beyond[k] = beyond_next(step, every)
 
 
 @loop

@@ -52,6 +52,15 @@ def is_at(server, tensors):
     return all(bits(m) == bits(fresh(tensors, rank=r, ranks=ranks)) for r, m in enumerate(server.models))
 
 
+def publish_a_step(topic, tensors):
+    """Publish a state, and the one that a step of training leads to, which the tensors hold afterwards."""
+    with Publisher(topic, on_busy="wait") as publisher:
+        publisher.publish(0, tensors)
+        train(tensors, 1)
+        publisher.publish(1, tensors)
+        publisher.flush()
+
+
 async def test_replicas_follow_and_a_dead_one_stalls_nobody(tmp_path, topic, base):
     one, two = EngineServer(base, tmp_path / "model.safetensors"), EngineServer(base, tmp_path / "model.safetensors", 2)
     tensors = {name: tensor.clone() for name, tensor in base.items()}
@@ -99,11 +108,7 @@ async def test_a_failed_update_leaves_all_ranks_at_the_old_weights_and_the_next_
 
     server.before = fail
     async with server.serving():
-        with Publisher(topic, on_busy="wait") as publisher:
-            publisher.publish(0, tensors)
-            train(tensors, 1)
-            publisher.publish(1, tensors)
-            publisher.flush()
+        publish_a_step(topic, tensors)
         seen = []
 
         def tell(driven):
@@ -120,11 +125,7 @@ async def test_a_new_driver_puts_right_what_a_dead_one_left(tmp_path, topic, bas
     server = EngineServer(base, tmp_path / "model.safetensors", 2)
     tensors = {name: tensor.clone() for name, tensor in base.items()}
     async with server.serving():
-        with Publisher(topic) as publisher:
-            publisher.publish(0, tensors)
-            publisher.flush()
-            train(tensors, 1)
-            publisher.publish(1, tensors)
+        publish_a_step(topic, tensors)
         await asyncio.to_thread(
             server.do_init_weight_transfer_engine, {"url": topic, "keys": None, "shadow": None, "constants": []}
         )
@@ -153,11 +154,7 @@ async def test_a_driver_that_is_cancelled_lets_requests_go_on(tmp_path, topic, b
 
     server.before = hold
     async with server.serving():
-        with Publisher(topic, on_busy="wait") as publisher:
-            publisher.publish(0, tensors)
-            train(tensors, 1)
-            publisher.publish(1, tensors)
-            publisher.flush()
+        publish_a_step(topic, tensors)
         driving = asyncio.create_task(drive([server.url], DriveSettings(topic=topic, timeout=20), tell=print))
         await asyncio.wait_for(held.wait(), LIMIT)
         for _ in range(2):
